@@ -1,0 +1,64 @@
+// Memory of the device that computes. One Device a rank; the CPU backend's is plain host memory.
+//
+// Every allocation has a segment and a name, so that the memory table of a run can be planned and
+// checked. Buffers are 64-byte aligned (large ones 2 MiB, for huge pages) and start zeroed.
+#pragma once
+
+#include <cstddef>
+#include <map>
+#include <memory>
+#include <string>
+
+#include "tensor/tensor.h"
+
+namespace qshard {
+
+enum class Segment : uint8_t { shards, moments, params, gradients, activations, workspace, communication };
+std::string_view segment_name(Segment segment);
+
+class Device {
+ public:
+  virtual ~Device() = default;
+  virtual std::string name() const = 0;  // for the start log, e.g. "cpu (AVX-512, avx512_bf16)"
+  virtual void* allocate(size_t bytes) = 0;
+  virtual void release(void* data, size_t bytes) noexcept = 0;
+  virtual void copy(void* to, const void* from, size_t bytes) = 0;  // any direction, complete on return
+  virtual void zero(void* data, size_t bytes) = 0;
+
+  // Bytes held now and at most so far, by segment. Transports count their windows here as well.
+  void account(Segment segment, int64_t bytes);
+  int64_t bytes_held(Segment segment) const { return held_[static_cast<int>(segment)]; }
+  int64_t bytes_held() const;
+  int64_t bytes_peak() const { return peak_; }
+
+ private:
+  std::array<int64_t, 7> held_{};
+  int64_t peak_ = 0;
+};
+
+// Owns one allocation of a Device. Movable; must not outlive its Device.
+class Buffer {
+ public:
+  Buffer() = default;
+  Buffer(Device& device, DType dtype, Shape shape, Segment segment, std::string name);
+  ~Buffer() { reset(); }
+  Buffer(Buffer&& other) noexcept { swap(other); }
+  Buffer& operator=(Buffer&& other) noexcept {
+    Buffer moved(std::move(other));
+    swap(moved);
+    return *this;
+  }
+  const Tensor& tensor() const { return tensor_; }
+  operator const Tensor&() const { return tensor_; }
+  const Tensor* operator->() const { return &tensor_; }
+  void reset() noexcept;
+
+ private:
+  void swap(Buffer& other) noexcept;
+  Device* device_ = nullptr;
+  Tensor tensor_;
+  Segment segment_ = Segment::workspace;
+  std::string name_;
+};
+
+}  // namespace qshard
