@@ -1,0 +1,12 @@
+// The CPU backend: host memory, oneDNN matrix products, own vector kernels.
+#pragma once
+
+#include "device/ops.h"
+
+namespace qshard {
+
+// Throws when this CPU lacks an instruction set that the program was compiled for. `threads` is set
+// for OpenMP before oneDNN first runs.
+Backend make_cpu_backend(int threads);
+
+}  // namespace qshard
