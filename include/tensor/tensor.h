@@ -9,6 +9,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <initializer_list>
+#include <span>
 #include <string>
 #include <string_view>
 
@@ -73,11 +74,12 @@ struct Tensor {
   int64_t ld = 0;  // elements between rows (2-D); equals shape[1] when contiguous
 
   Tensor() = default;
-  Tensor(void* data, DType dtype, Shape shape)
-      : data(data), dtype(dtype), shape(shape), ld(shape.rank() ? shape.row_numel() : 1) {}
+  Tensor(void* memory, DType type, Shape dims)
+      : data(memory), dtype(type), shape(dims), ld(dims.rank() ? dims.row_numel() : 1) {}
   template <typename T>
-  static Tensor of(T* data, Shape shape) {
-    return Tensor(const_cast<std::remove_const_t<T>*>(data), dtype_of<std::remove_const_t<T>>(), shape);
+  static Tensor of(T* memory, Shape dims) {
+    using Value = std::remove_const_t<T>;
+    return Tensor(const_cast<Value*>(memory), dtype_of<Value>(), dims);
   }
 
   explicit operator bool() const { return data != nullptr; }
@@ -102,6 +104,6 @@ struct Tensor {
 
 // One matrix of all rows when the given 2-D tensors lie one directly after the other in memory
 // (same dtype and columns); otherwise an empty Tensor. Lets q/k/v and gate/up run as one product.
-Tensor concat_rows_if_adjacent(std::initializer_list<Tensor> parts);
+Tensor concat_rows_if_adjacent(std::span<const Tensor> parts);
 
 }  // namespace qshard

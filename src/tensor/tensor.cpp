@@ -79,14 +79,14 @@ Tensor Tensor::reshape(Shape to) const {
   return Tensor(data, dtype, to);
 }
 
-Tensor concat_rows_if_adjacent(std::initializer_list<Tensor> parts) {
-  Tensor all = *parts.begin();
-  for (auto part = parts.begin() + 1; part != parts.end(); ++part) {
+Tensor concat_rows_if_adjacent(std::span<const Tensor> parts) {
+  Tensor all = parts.front();
+  for (const Tensor& part : parts.subspan(1)) {
     const char* end = static_cast<char*>(all.data) + all.bytes();
-    if (!all.contiguous() || !part->contiguous() || part->data != end || part->dtype != all.dtype ||
-        part->cols() != all.cols())
+    if (!all.contiguous() || !part.contiguous() || part.data != end || part.dtype != all.dtype ||
+        part.cols() != all.cols())
       return {};
-    all.shape[0] += part->rows();
+    all.shape[0] += part.rows();
   }
   return all;
 }

@@ -1,0 +1,61 @@
+// A Qwen3 decoder under FSDP: the root unit, one unit a layer, and the only loop over layers.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "fsdp/prefetch.h"
+#include "model/qwen3_layer.h"
+
+namespace qshard {
+
+// This rank's tokens of one micro-batch. ids and labels: host int32 [B·T]; labels are already shifted,
+// -100 = ignored. Ids and labels are in range (the dataset checks).
+struct TokenBatch {
+  const int32_t* ids;
+  const int32_t* labels;
+};
+
+class Qwen3Model {
+ public:
+  // B sequences of T tokens a micro-batch on this rank. Collective.
+  Qwen3Model(const Qwen3Config& config, const FsdpOptions& options, int64_t B, int64_t T,
+             const World& world, Backend& backend, Collectives& collectives);
+
+  void init_parameters(uint64_t seed);
+
+  // Forward and backward of one micro-batch; afterwards (if it reduces) every unit's grad_shard holds
+  // the mean over ranks of the gradient of loss_scale · Σ loss, summed over the step's micro-batches
+  // so far. Returns Σ loss over this rank's kept labels.
+  double forward_backward(TokenBatch batch, float loss_scale, MicroBatch micro);
+  double forward(TokenBatch batch);  // Σ loss only
+
+  const Qwen3Config& config() const { return config_; }
+  const LayerShape& shape() const { return shape_; }
+  int num_units() const { return static_cast<int>(layers_.size()) + 1; }
+  Unit& unit(int i) { return i == 0 ? *root_ : *layers_[i - 1]; }  // 0: root, then layers 0 … L−1
+
+  // Rows of logits that exist at once.
+  int64_t head_chunk() const { return head_chunk_; }
+
+ private:
+  void run_forward(TokenBatch batch, bool backward_follows);
+  double head(float loss_scale, bool backward);
+  void copy_in(TokenBatch batch);
+  Tensor head_weight(bool gradient) const;
+
+  Qwen3Config config_;
+  DType param_dtype_;
+  LayerShape shape_;
+  Backend& backend_;
+  Ops& ops_;
+  std::unique_ptr<Unit> root_;
+  std::vector<std::unique_ptr<Unit>> layers_;
+  std::unique_ptr<Prefetch> prefetch_;
+  std::vector<LayerActivations> activations_;
+  std::unique_ptr<LayerWorkspace> workspace_;
+  int64_t head_chunk_;
+  Buffer ids_, labels_, final_, final_rstd_, final_normed_, logits_, losses_, d_res_, d_res_p_;
+};
+
+}  // namespace qshard

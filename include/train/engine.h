@@ -1,0 +1,57 @@
+// One training step under FSDP: the same code for `train`, `verify` and benchmarks.
+//
+// [Note: A step]  count kept labels (one all-reduce) · per micro-batch: forward and backward, gradients
+// reduce-scattered · loss and Σ grad² (one all-reduce) · stop if not finite · clip · AdamW on the own
+// rows. Loss = Σ cross-entropy of all kept labels of the global batch / their number, over all ranks
+// and micro-batches. As in FSDP2 the reduction averages over ranks; the local loss is scaled by
+// ranks / kept labels to match.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "model/qwen3_model.h"
+#include "train/adamw.h"
+
+namespace qshard {
+
+struct StepResult {
+  double loss = 0;       // nats per kept label
+  double grad_norm = 0;  // before clipping
+  int64_t kept = 0;      // labels that counted, all ranks
+  bool updated = true;   // false: no label was kept, nothing changed
+};
+
+class Engine {
+ public:
+  // B sequences of T tokens a rank and micro-batch. Collective.
+  Engine(const Qwen3Config& config, const FsdpOptions& fsdp, const AdamWOptions& adamw,
+         const std::string& transport, int64_t B, int64_t T, World& world, Backend& backend);
+
+  // The micro-batches of this rank. A loss or norm that is not finite throws an AgreedError before
+  // any weight changes.
+  StepResult step(const std::vector<TokenBatch>& micro_batches, double lr);
+  // Parts of step(), for callers that look at the gradient before the update.
+  StepResult compute_gradients(const std::vector<TokenBatch>& micro_batches);
+  void update(const StepResult& result, double lr);
+
+  // Mean loss over all kept labels of all ranks; every rank passes the same number of batches.
+  double evaluate(const std::vector<TokenBatch>& batches);
+
+  Qwen3Model& model() { return *model_; }
+  Collectives& collectives() { return *collectives_; }
+  int64_t steps_done() const { return steps_done_; }
+
+ private:
+  int64_t count_kept(const std::vector<TokenBatch>& batches) const;
+  void require_finite(double loss_sum, double sum_squares, bool local_ok) const;
+
+  World& world_;
+  Backend& backend_;
+  AdamWOptions adamw_;
+  std::unique_ptr<Collectives> collectives_;
+  std::unique_ptr<Qwen3Model> model_;
+  int64_t steps_done_ = 0;
+};
+
+}  // namespace qshard

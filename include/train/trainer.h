@@ -1,0 +1,41 @@
+// A training run: data, engine, schedule, metrics, evaluation, outputs.
+#pragma once
+
+#include "io/dataset.h"
+#include "train/engine.h"
+#include "train/metrics.h"
+#include "train/train_config.h"
+
+namespace qshard {
+
+class Trainer {
+ public:
+  // Collective. Refuses at once what cannot work (data smaller than a step, vocabulary, outputs of an
+  // earlier run) before anything large is allocated. `settings`: the run's settings as JSON, kept
+  // with the outputs; `table`: the same for people.
+  Trainer(TrainConfig config, const nlohmann::json& settings, const std::string& table, World& world,
+          Backend& backend);
+  void run();
+
+ private:
+  void open_data();
+  void prepare_outputs(const nlohmann::json& settings);
+  void print_start(const std::string& table);
+  void train_step(int64_t step);
+  void evaluate(int64_t step);
+  void save_model();
+  std::vector<TokenBatch> read_step(int64_t step);
+  int64_t peak_memory() const;
+
+  TrainConfig config_;
+  World& world_;
+  Qwen3Config model_config_;
+  std::unique_ptr<TokenFile> train_file_, val_file_;
+  std::unique_ptr<Sampler> sampler_;
+  Backend& backend_;
+  std::unique_ptr<Engine> engine_;
+  std::unique_ptr<Metrics> metrics_;  // rank 0
+  std::vector<int32_t> ids_, labels_, val_ids_, val_labels_;
+};
+
+}  // namespace qshard

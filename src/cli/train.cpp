@@ -1,0 +1,59 @@
+#include "backends.h"
+#include "cli/cli.h"
+#include "train/trainer.h"
+
+namespace qshard {
+namespace {
+
+constexpr const char* kFooter = R"(Values come from, in this order: the defaults above, the --config file, the command line.
+Paths are relative to the working folder.
+
+Examples:
+  mpirun -n 4 qshard train --config data/configs/demo.json
+  mpirun -n 2 qshard train --config data/configs/demo.json --train.steps 100 --optim.lr 1e-3
+  mpirun -n 8 qshard train --model.config qwen3-0.6b/config.json --data.train tokens.h5 \
+      --train.seq 2048 --train.global_batch 32 --train.micro_batch 1)";
+
+struct TrainCommand {
+  std::string config_path;
+  bool print_config = false;
+  TrainConfig config;
+  OptionTable table;
+};
+
+int run_train(TrainCommand& command, World& world) {
+  if (!command.config_path.empty()) {
+    // Rank 0 reads the file, so that all ranks run with the same settings.
+    std::string text;
+    collectively(world, [&] {
+      if (world.rank() == 0) text = read_file(command.config_path);
+    });
+    text = world.broadcast(text, 0);
+    collectively(world, [&] {
+      command.table.load_json(parse_json(text, command.config_path), command.config_path);
+    });
+  }
+  if (command.print_config) {
+    if (world.rank() == 0) fmt::print("{}\n", command.table.to_json().dump(2));
+    return kExitDone;
+  }
+  Backend backend = make_backend(command.config.backend, world);
+  Trainer trainer(command.config, command.table.to_json(), command.table.to_table(), world, backend);
+  trainer.run();
+  return kExitDone;
+}
+
+}  // namespace
+
+void add_train(CLI::App& app, Command& run) {
+  auto command = std::make_shared<TrainCommand>();
+  CLI::App* sub = app.add_subcommand("train", "train a Qwen3 decoder on token files");
+  sub->footer(kFooter);
+  sub->add_option("--config", command->config_path, "JSON file with any of the options below, nested by section");
+  sub->add_flag("--print-config", command->print_config, "print all settings as JSON and stop");
+  command->config.describe(command->table);
+  command->table.add_to(*sub);
+  sub->callback([command, &run] { run = [command](World& world) { return run_train(*command, world); }; });
+}
+
+}  // namespace qshard

@@ -1,0 +1,59 @@
+// Replays a reference case and compares with the truth; see the README of the reference format.
+#include <cmath>
+#include <filesystem>
+#include <fstream>
+
+#include "backends.h"
+#include "base/config.h"
+#include "cli/cli.h"
+#include "train/verify.h"
+
+namespace qshard {
+namespace {
+
+constexpr const char* kFooter = R"(A reference folder holds config.json, train.json, model.safetensors, batches.safetensors,
+step1_grads.safetensors and final.safetensors (see test/reference/README.md). Exit code 0 when every
+error is within its limit, 1 otherwise.
+
+Examples:
+  mpirun -n 4 qshard verify --reference test/reference/tiny-tied
+  mpirun -n 2 qshard verify --reference test/reference/tiny-tied --ranks-any --param-dtype bf16)";
+
+int run_verify(VerifyOptions& options, const std::string& backend_name, World& world) {
+  Backend backend = make_backend(backend_name, world);
+  const VerifyReport report = verify_reference(options, world, backend);
+  if (world.rank() != 0) return report.ok ? kExitDone : kExitFailed;
+  fmt::print("{:<14} {:>10} {:>10} {:>10}  {}\n", "quantity", "error", "PyTorch's", "limit", "ok");
+  for (const VerifyRow& row : report.rows)
+    fmt::print("{:<14} {:>10.2e} {:>10.2e} {:>10.2e}  {}\n", row.quantity, row.error, row.pytorch, row.limit,
+               row.ok() ? "yes" : "NO " + row.where);
+  std::string failed;
+  for (const VerifyRow& row : report.rows)
+    if (!row.ok()) failed += (failed.empty() ? "" : ", ") + row.quantity;
+  fmt::print("verify: {}\n", report.ok ? "ok" : "FAILED " + failed);
+  return report.ok ? kExitDone : kExitFailed;
+}
+
+}  // namespace
+
+void add_verify(CLI::App& app, Command& run) {
+  auto options = std::make_shared<VerifyOptions>();
+  auto backend = std::make_shared<std::string>("cpu");
+  CLI::App* sub = app.add_subcommand("verify", "replay a reference case of PyTorch FSDP2 and compare");
+  sub->footer(kFooter);
+  sub->add_option("--reference", options->folder, "folder of the case")->required();
+  sub->add_option("--param-dtype", options->param_dtype, "f32 or bf16")->capture_default_str();
+  sub->add_option("--reduce-dtype", options->reduce_dtype, "f32 or bf16")->capture_default_str();
+  sub->add_option("--transport", options->transport, "shm or mpi")->capture_default_str();
+  sub->add_option("--backend", *backend, "cpu")->capture_default_str();
+  sub->add_option("--out", options->out, "folder for step1_grads.safetensors, final.safetensors, result.json");
+  sub->add_flag("--ranks-any", options->ranks_any, "accept another number of ranks than the case's, where its batch divides");
+  sub->add_option("--reshard-after-forward", options->reshard_after_forward, "true or false")->capture_default_str();
+  sub->add_option("--prefetch", options->prefetch, "layers gathered ahead")->capture_default_str();
+  sub->add_option("--reduce-every-microbatch", options->reduce_every_microbatch, "true or false")->capture_default_str();
+  sub->callback([options, backend, &run] {
+    run = [options, backend](World& world) { return run_verify(*options, *backend, world); };
+  });
+}
+
+}  // namespace qshard

@@ -1,0 +1,136 @@
+#include "fsdp/unit.h"
+
+#include <xxhash.h>
+
+namespace qshard {
+
+Unit::Unit(const std::string& name, std::vector<ParamSpec> params, bool own_full_buffer,
+           bool own_grad_buffer, const FsdpOptions& options, const World& world, Backend& backend,
+           Collectives& collectives)
+    : name_(name),
+      layout_(std::move(params), world.size()),
+      options_(options),
+      world_(world),
+      backend_(backend),
+      collectives_(collectives) {
+  id_ = collectives.add_unit({name, layout_.pieces(), layout_.elements(), options.param_dtype,
+                              options.reduce_dtype, own_full_buffer, own_grad_buffer});
+}
+
+// Views of a flat [Σ count] buffer, one a parameter.
+std::vector<Tensor> Unit::split(const Tensor& flat, bool true_rows_only) const {
+  std::vector<Tensor> views;
+  int64_t at = 0;
+  for (int i = 0; i < size(); ++i) {
+    const int64_t count = layout_[i].piece().count;
+    const int64_t n = true_rows_only ? layout_[i].numel_of(world_.rank()) : count;
+    views.push_back(flat.row_range(at, at + n));
+    at += count;
+  }
+  return views;
+}
+
+void Unit::attach() {
+  int64_t count = 0;
+  for (const Piece& piece : layout_.pieces()) count += piece.count;
+  auto allocate = [&](Segment segment, const char* what) {
+    return Buffer(*backend_.device, DType::f32, {count}, segment, name_ + " " + what);
+  };
+  exp_avg_buffer_ = allocate(Segment::moments, "exp_avg");
+  exp_avg_sq_buffer_ = allocate(Segment::moments, "exp_avg_sq");
+  grad_buffer_ = allocate(Segment::gradients, "gradient shard");
+  exp_avg_ = split(exp_avg_buffer_, true);
+  exp_avg_sq_ = split(exp_avg_sq_buffer_, true);
+  grad_shard_ = split(grad_buffer_, true);
+  grad_pieces_ = split(grad_buffer_, false);
+  if (options_.param_dtype != DType::f32) {
+    master_buffer_ = allocate(Segment::shards, "master weights");
+    master_ = split(master_buffer_, true);
+  } else {
+    for (int i = 0; i < size(); ++i)
+      master_.push_back(collectives_.shard(id_, i).row_range(0, layout_[i].numel_of(world_.rank())));
+  }
+}
+
+void Unit::gather() {
+  if (state_ != State::sharded) return;
+  collectives_.gather_start(id_);
+  state_ = State::gathering;
+}
+
+void Unit::wait() {
+  gather();
+  if (state_ != State::gathering) return;
+  full_ = static_cast<char*>(collectives_.gather_wait(id_));
+  state_ = State::unsharded;
+}
+
+void Unit::reshard() {
+  QS_CHECK(state_ == State::unsharded, "unit {}: reshard without wait", name_);
+  collectives_.reshard(id_);
+  full_ = nullptr;
+  state_ = State::sharded;
+}
+
+Tensor Unit::param(int i) const {
+  QS_CHECK(state_ == State::unsharded, "unit {}: {} used while it is sharded", name_,
+           layout_.params()[i].name);
+  return Tensor(full_ + layout_[i].offset * static_cast<int64_t>(dtype_size(options_.param_dtype)),
+                options_.param_dtype, layout_.params()[i].shape);
+}
+
+void Unit::begin_grad() {
+  grad_accumulates_ = grad_kept_;
+  if (!grad_kept_) full_grad_ = collectives_.grad_buffer(id_);
+}
+
+Tensor Unit::grad(int i) const {
+  QS_CHECK(full_grad_, "unit {}: gradient used outside its backward", name_);
+  return Tensor(full_grad_ + layout_[i].offset, DType::f32, layout_.params()[i].shape);
+}
+
+void Unit::keep_grad() { grad_kept_ = true; }
+
+void Unit::reduce() {
+  QS_CHECK(full_grad_ && !reducing_, "unit {}: reduce without a gradient", name_);
+  collectives_.reduce_start(id_);
+  full_grad_ = nullptr;
+  grad_kept_ = false;
+  reducing_ = true;
+}
+
+void Unit::finish_reduce(bool accumulate) {
+  QS_CHECK(reducing_, "unit {}: finish_reduce without reduce", name_);
+  collectives_.reduce_wait(id_, grad_pieces_, 1.0f / static_cast<float>(world_.size()), accumulate);
+  reducing_ = false;
+}
+
+Tensor Unit::compute_shard(int i) const {
+  if (options_.param_dtype == DType::f32) return {};
+  return collectives_.shard(id_, i).row_range(0, layout_[i].numel_of(world_.rank()));
+}
+
+void Unit::init_parameters(uint64_t seed, float std) {
+  for (int i = 0; i < size(); ++i) {
+    const ParamSpec& spec = layout_.params()[i];
+    if (master_[i].numel() == 0) continue;
+    if (spec.init == Init::ones) {
+      backend_.ops->fill(master_[i], 1.0f);
+      continue;
+    }
+    const uint64_t stream = XXH3_64bits(spec.name.data(), spec.name.size());
+    const int64_t first = layout_[i].rows_of(world_.rank()).begin * layout_[i].row_numel;
+    backend_.ops->init_normal(master_[i], seed, stream, first, std);
+  }
+  cast_to_compute();
+  publish();
+}
+
+void Unit::cast_to_compute() {
+  for (int i = 0; i < size(); ++i)
+    if (Tensor shard = compute_shard(i); shard && shard.numel()) backend_.ops->cast(master_[i], shard);
+}
+
+void Unit::publish() { collectives_.publish(id_); }
+
+}  // namespace qshard

@@ -1,0 +1,145 @@
+#include "model/qwen3_layer.h"
+
+#include <cmath>
+
+#include "model/qwen3_params.h"
+
+namespace qshard {
+namespace {
+
+// Weights that read the same input, as one product where they are adjacent in the gathered unit.
+// y [N, Σ rows] has a column range for each weight.
+struct LinearGroup {
+  Ops& ops;
+  const Unit& unit;
+  std::vector<int> params;
+
+  std::vector<Tensor> weights() const { return merged([&](int i) { return unit.param(i); }); }
+  std::vector<Tensor> gradients() const { return merged([&](int i) { return unit.grad(i); }); }
+
+  void forward(Tensor x, Tensor y) const {
+    each(weights(), y, [&](Tensor w, Tensor part, bool) { ops.linear(x, w, part); });
+  }
+  void backward(Tensor dy, Tensor x, Tensor dx) const {
+    const bool accumulate = unit.grad_accumulates();
+    each(gradients(), dy, [&](Tensor dw, Tensor part, bool) { ops.linear_wgrad(part, x, dw, accumulate); });
+    each(weights(), dy, [&](Tensor w, Tensor part, bool first) { ops.linear_dgrad(part, w, dx, !first); });
+  }
+
+ private:
+  template <typename Get>
+  std::vector<Tensor> merged(Get get) const {
+    std::vector<Tensor> parts;
+    for (int i : params) parts.push_back(get(i));
+    if (Tensor all = concat_rows_if_adjacent(parts)) return {all};
+    return parts;
+  }
+  template <typename Fn>
+  static void each(const std::vector<Tensor>& weights, Tensor y, Fn fn) {
+    int64_t at = 0;
+    for (const Tensor& w : weights) {
+      fn(w, y.col_range(at, at + w.rows()), at == 0);
+      at += w.rows();
+    }
+  }
+};
+
+}  // namespace
+
+LayerShape::LayerShape(const Qwen3Config& c, int64_t batch, int64_t seq)
+    : B(batch), T(seq), N(batch * seq), C(c.hidden_size), H(c.num_attention_heads),
+      K(c.num_key_value_heads), D(c.head_dim), F(c.intermediate_size),
+      eps(static_cast<float>(c.rms_norm_eps)) {}
+
+LayerActivations::LayerActivations(const LayerShape& s, DType P, Device& device, const std::string& name) {
+  auto allocate = [&](DType dtype, Shape shape, const char* what) {
+    return Buffer(device, dtype, shape, Segment::activations, name + "." + what);
+  };
+  const DType R = DType::f32;
+  x = allocate(R, {s.N, s.C}, "x");
+  rstd1 = allocate(DType::f32, {s.N}, "rstd1");
+  normed1 = allocate(P, {s.N, s.C}, "normed1");
+  qkv = allocate(P, {s.N, s.qkv_cols()}, "qkv");
+  rstd_qk = allocate(DType::f32, {s.N, s.H + s.K}, "rstd_qk");
+  qk = allocate(P, {s.N, (s.H + s.K) * s.D}, "qk");
+  att = allocate(P, {s.N, s.H * s.D}, "att");
+  lse = allocate(DType::f32, {s.B, s.H, s.T}, "lse");
+  mid = allocate(R, {s.N, s.C}, "mid");
+  rstd2 = allocate(DType::f32, {s.N}, "rstd2");
+  normed2 = allocate(P, {s.N, s.C}, "normed2");
+  gate_up = allocate(P, {s.N, 2 * s.F}, "gate_up");
+  act = allocate(P, {s.N, s.F}, "act");
+}
+
+LayerWorkspace::LayerWorkspace(const LayerShape& s, DType P, double rope_theta, Device& device) {
+  auto allocate = [&](DType dtype, Shape shape, const char* what) {
+    return Buffer(device, dtype, shape, Segment::workspace, what);
+  };
+  rope = allocate(DType::f32, {s.T, s.D}, "rope");
+  delta = allocate(P, {s.N, s.C}, "delta");
+  d_norm = allocate(DType::f32, {s.N, s.C}, "d_norm");
+  d_act = allocate(P, {s.N, s.F}, "d_act");
+  d_att = allocate(P, {s.N, s.H * s.D}, "d_att");
+  d_qkv = allocate(P, {s.N, s.qkv_cols()}, "d_qkv");
+
+  // Angles in double: f32 angles lose digits at large positions.
+  std::vector<float> table(s.T * s.D);
+  const int64_t half = s.D / 2;
+  for (int64_t t = 0; t < s.T; ++t)
+    for (int64_t i = 0; i < half; ++i) {
+      const double angle = static_cast<double>(t) * std::pow(rope_theta, -2.0 * i / s.D);
+      table[t * s.D + i] = static_cast<float>(std::cos(angle));
+      table[t * s.D + half + i] = static_cast<float>(std::sin(angle));
+    }
+  device.copy(rope->data, table.data(), rope->bytes());
+}
+
+void layer_forward(Ops& ops, const LayerShape& s, const Unit& unit, LayerActivations& a, LayerWorkspace& w,
+                   Tensor out) {
+  const int64_t HD = s.H * s.D, KD = s.K * s.D;
+  const Tensor& qkv = a.qkv;
+  const Tensor& qk = a.qk;
+
+  ops.rms_norm(a.x, unit.param(kInputNorm), s.eps, a.normed1, a.rstd1);                  // [N,C]
+  LinearGroup{ops, unit, {kQProj, kKProj, kVProj}}.forward(a.normed1, qkv);              // [N,(H+2K)D]
+  ops.qk_norm_rope(qkv.col_range(0, HD + KD), unit.param(kQNorm), unit.param(kKNorm), w.rope, s.eps,
+                   s.attention(), qk, a.rstd_qk);                                        // [N,(H+K)D]
+  ops.attention(qk.col_range(0, HD), qk.col_range(HD, HD + KD), qkv.col_range(HD + KD, HD + 2 * KD),
+                s.attention(), a.att, a.lse);                                            // [N,H·D]
+  ops.linear(a.att, unit.param(kOProj), w.delta);                                        // [N,C]
+  ops.add_rms_norm(a.x, w.delta, unit.param(kPostNorm), s.eps, a.mid, a.normed2, a.rstd2);
+  LinearGroup{ops, unit, {kGateProj, kUpProj}}.forward(a.normed2, a.gate_up);            // [N,2F]
+  ops.swiglu(a.gate_up, a.act);                                                          // [N,F]
+  ops.linear(a.act, unit.param(kDownProj), w.delta);                                     // [N,C]
+  ops.add(a.mid, w.delta, out);
+}
+
+void layer_backward(Ops& ops, const LayerShape& s, const Unit& unit, LayerActivations& a, LayerWorkspace& w,
+                    Tensor d_res, Tensor d_res_p) {
+  const int64_t HD = s.H * s.D, KD = s.K * s.D;
+  const Tensor& qkv = a.qkv;
+  const Tensor& qk = a.qk;
+  const Tensor& d_qkv = w.d_qkv;
+  const bool accumulate = unit.grad_accumulates();
+  const Tensor d_res_copy = d_res_p.data == d_res.data ? Tensor() : d_res_p;
+
+  // MLP
+  LinearGroup{ops, unit, {kDownProj}}.backward(d_res_p, a.act, w.d_act);
+  ops.swiglu_grad(w.d_act, a.gate_up, a.gate_up);
+  LinearGroup{ops, unit, {kGateProj, kUpProj}}.backward(a.gate_up, a.normed2, w.d_norm);
+  ops.rms_norm_grad(w.d_norm, a.mid, unit.param(kPostNorm), a.rstd2, d_res, d_res_copy,
+                    unit.grad(kPostNorm), accumulate);
+  // Attention
+  LinearGroup{ops, unit, {kOProj}}.backward(d_res_p, a.att, w.d_att);
+  ops.attention_grad(qk.col_range(0, HD), qk.col_range(HD, HD + KD), qkv.col_range(HD + KD, HD + 2 * KD),
+                     a.att, w.d_att, a.lse, s.attention(), d_qkv.col_range(0, HD),
+                     d_qkv.col_range(HD, HD + KD), d_qkv.col_range(HD + KD, HD + 2 * KD));
+  const Tensor d_qk = d_qkv.col_range(0, HD + KD);
+  ops.qk_norm_rope_grad(d_qk, qkv.col_range(0, HD + KD), unit.param(kQNorm), unit.param(kKNorm), w.rope,
+                        a.rstd_qk, s.attention(), d_qk, unit.grad(kQNorm), unit.grad(kKNorm), accumulate);
+  LinearGroup{ops, unit, {kQProj, kKProj, kVProj}}.backward(d_qkv, a.normed1, w.d_norm);
+  ops.rms_norm_grad(w.d_norm, a.x, unit.param(kInputNorm), a.rstd1, d_res, d_res_copy,
+                    unit.grad(kInputNorm), accumulate);
+}
+
+}  // namespace qshard

@@ -1,0 +1,141 @@
+#include "model/qwen3_model.h"
+
+#include "model/qwen3_params.h"
+
+namespace qshard {
+namespace {
+
+// Logits of one chunk: large enough that the head's weight is streamed few times, small against the
+// layers' activations of the models whose vocabulary makes it matter.
+constexpr int64_t kLogitsBytes = int64_t{256} << 20;
+
+int64_t even_chunk(int64_t tokens, int64_t vocab) {
+  const int64_t most = std::max<int64_t>(1, kLogitsBytes / (vocab * 4));
+  const int64_t chunks = (tokens + most - 1) / most;
+  return (tokens + chunks - 1) / chunks;
+}
+
+}  // namespace
+
+Qwen3Model::Qwen3Model(const Qwen3Config& config, const FsdpOptions& options, int64_t B, int64_t T,
+                       const World& world, Backend& backend, Collectives& collectives)
+    : config_(config),
+      param_dtype_(options.param_dtype),
+      shape_(config, B, T),
+      backend_(backend),
+      ops_(*backend.ops),
+      head_chunk_(even_chunk(shape_.N, config.vocab_size)) {
+  const bool own_grad = !options.reduce_every_microbatch;
+  root_ = std::make_unique<Unit>("root", root_params(config), true, true, options, world, backend, collectives);
+  std::vector<Unit*> order;
+  for (int64_t l = 0; l < config.num_hidden_layers; ++l) {
+    layers_.push_back(std::make_unique<Unit>(fmt::format("layers.{}", l), layer_params(config, l),
+                                             !options.reshard_after_forward, own_grad, options, world,
+                                             backend, collectives));
+    order.push_back(layers_.back().get());
+  }
+  collectives.finish_setup();
+  for (int i = 0; i < num_units(); ++i) unit(i).attach();
+  prefetch_ = std::make_unique<Prefetch>(*root_, order, options);
+
+  Device& device = *backend.device;
+  const LayerShape& s = shape_;
+  for (const auto& layer : layers_) activations_.emplace_back(s, param_dtype_, device, layer->name());
+  workspace_ = std::make_unique<LayerWorkspace>(s, param_dtype_, config.rope_theta, device);
+  auto allocate = [&](DType dtype, Shape shape, Segment segment, const char* what) {
+    return Buffer(device, dtype, shape, segment, what);
+  };
+  ids_ = allocate(DType::i32, {s.N}, Segment::activations, "ids");
+  labels_ = allocate(DType::i32, {s.N}, Segment::activations, "labels");
+  final_ = allocate(DType::f32, {s.N, s.C}, Segment::activations, "final");
+  final_rstd_ = allocate(DType::f32, {s.N}, Segment::activations, "final_rstd");
+  final_normed_ = allocate(param_dtype_, {s.N, s.C}, Segment::activations, "final_normed");
+  logits_ = allocate(DType::f32, {head_chunk_, config.vocab_size}, Segment::workspace, "logits");
+  losses_ = allocate(DType::f32, {s.N}, Segment::workspace, "losses");
+  d_res_ = allocate(DType::f32, {s.N, s.C}, Segment::workspace, "d_res");
+  if (param_dtype_ != DType::f32)
+    d_res_p_ = allocate(param_dtype_, {s.N, s.C}, Segment::workspace, "d_res_p");
+}
+
+void Qwen3Model::init_parameters(uint64_t seed) {
+  for (int i = 0; i < num_units(); ++i)
+    unit(i).init_parameters(seed, static_cast<float>(config_.initializer_range));
+}
+
+void Qwen3Model::copy_in(TokenBatch batch) {
+  backend_.device->copy(ids_->data, batch.ids, ids_->bytes());
+  backend_.device->copy(labels_->data, batch.labels, labels_->bytes());
+}
+
+Tensor Qwen3Model::head_weight(bool gradient) const {
+  const int i = config_.tie_word_embeddings ? kEmbedTokens : kLmHead;
+  return gradient ? root_->grad(i) : root_->param(i);
+}
+
+double Qwen3Model::forward(TokenBatch batch) {
+  run_forward(batch, false);
+  const double loss = head(0, false);
+  prefetch_->end_forward();
+  return loss;
+}
+
+void Qwen3Model::run_forward(TokenBatch batch, bool backward_follows) {
+  const int L = static_cast<int>(layers_.size());
+  copy_in(batch);
+  prefetch_->begin_forward();
+  ops_.embedding(ids_, root_->param(kEmbedTokens), L ? activations_[0].x : final_);
+  for (int l = 0; l < L; ++l) {
+    prefetch_->enter_forward(l);
+    layer_forward(ops_, shape_, *layers_[l], activations_[l], *workspace_,
+                  l + 1 < L ? activations_[l + 1].x : final_);
+    prefetch_->leave_forward(l, backward_follows);
+  }
+  ops_.rms_norm(final_, root_->param(kFinalNorm), shape_.eps, final_normed_, final_rstd_);
+}
+
+double Qwen3Model::forward_backward(TokenBatch batch, float loss_scale, MicroBatch micro) {
+  run_forward(batch, true);
+  prefetch_->begin_backward(micro);
+  const bool accumulate = root_->grad_accumulates();
+  const double loss = head(loss_scale, true);  // leaves the gradient of final_normed in d_norm
+
+  const Tensor d_res = d_res_, d_res_p = param_dtype_ == DType::f32 ? d_res_ : d_res_p_;
+  backend_.device->zero(d_res.data, d_res.bytes());
+  ops_.rms_norm_grad(workspace_->d_norm, final_, root_->param(kFinalNorm), final_rstd_, d_res,
+                     d_res_p.data == d_res.data ? Tensor() : d_res_p, root_->grad(kFinalNorm), accumulate);
+  for (int l = static_cast<int>(layers_.size()) - 1; l >= 0; --l) {
+    prefetch_->enter_backward(l);
+    layer_backward(ops_, shape_, *layers_[l], activations_[l], *workspace_, d_res, d_res_p);
+    prefetch_->leave_backward(l);
+  }
+  const Tensor d_embed = root_->grad(kEmbedTokens);
+  if (!config_.tie_word_embeddings && !accumulate) backend_.device->zero(d_embed.data, d_embed.bytes());
+  ops_.embedding_grad(ids_, d_res, d_embed);
+  prefetch_->end_backward();
+  return loss;
+}
+
+// Head and cross-entropy, chunk by chunk, so that at most head_chunk() rows of logits exist.
+double Qwen3Model::head(float loss_scale, bool backward) {
+  const int64_t V = config_.vocab_size;
+  const Tensor weight = head_weight(false), normed = final_normed_, labels = labels_, losses = losses_;
+  bool accumulate = backward && root_->grad_accumulates();
+  for (int64_t begin = 0; begin < shape_.N; begin += head_chunk_) {
+    const int64_t end = std::min(begin + head_chunk_, shape_.N);
+    const Tensor x = normed.row_range(begin, end);                     // [n,C] P
+    const Tensor logits = logits_.tensor().row_range(0, end - begin);  // [n,V] f32
+    // The gradient lies over the logits: same row starts, in P.
+    Tensor d_logits(logits.data, param_dtype_, logits.shape);
+    d_logits.ld = V * static_cast<int64_t>(sizeof(float) / dtype_size(param_dtype_));
+    ops_.linear(x, weight, logits);
+    ops_.cross_entropy(logits, labels.row_range(begin, end), loss_scale, backward ? d_logits : Tensor(),
+                       losses.row_range(begin, end));
+    if (!backward) continue;
+    ops_.linear_wgrad(d_logits, x, head_weight(true), accumulate);
+    ops_.linear_dgrad(d_logits, weight, workspace_->d_norm.tensor().row_range(begin, end), false);
+    accumulate = true;
+  }
+  return ops_.sum(losses);
+}
+
+}  // namespace qshard

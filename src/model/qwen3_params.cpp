@@ -1,0 +1,34 @@
+#include "model/qwen3_params.h"
+
+#include <fmt/format.h>
+
+namespace qshard {
+
+std::vector<ParamSpec> layer_params(const Qwen3Config& c, int64_t layer) {
+  const std::string prefix = fmt::format("model.layers.{}.", layer);
+  const int64_t C = c.hidden_size, F = c.intermediate_size, D = c.head_dim;
+  return {
+      {prefix + "input_layernorm.weight", {C}, Init::ones},
+      {prefix + "self_attn.q_proj.weight", {c.q_rows(), C}},
+      {prefix + "self_attn.k_proj.weight", {c.kv_rows(), C}},
+      {prefix + "self_attn.v_proj.weight", {c.kv_rows(), C}},
+      {prefix + "self_attn.q_norm.weight", {D}, Init::ones},
+      {prefix + "self_attn.k_norm.weight", {D}, Init::ones},
+      {prefix + "self_attn.o_proj.weight", {C, c.q_rows()}},
+      {prefix + "post_attention_layernorm.weight", {C}, Init::ones},
+      {prefix + "mlp.gate_proj.weight", {F, C}},
+      {prefix + "mlp.up_proj.weight", {F, C}},
+      {prefix + "mlp.down_proj.weight", {C, F}},
+  };
+}
+
+std::vector<ParamSpec> root_params(const Qwen3Config& c) {
+  std::vector<ParamSpec> params = {
+      {"model.embed_tokens.weight", {c.vocab_size, c.hidden_size}},
+      {"model.norm.weight", {c.hidden_size}, Init::ones},
+  };
+  if (!c.tie_word_embeddings) params.push_back({"lm_head.weight", {c.vocab_size, c.hidden_size}});
+  return params;
+}
+
+}  // namespace qshard

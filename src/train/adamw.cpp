@@ -1,0 +1,31 @@
+#include "train/adamw.h"
+
+#include <algorithm>
+
+namespace qshard {
+
+double local_grad_sum_squares(Unit& unit, Ops& ops) {
+  double total = 0;
+  for (int i = 0; i < unit.size(); ++i) total += ops.sum_squares(unit.grad_shard(i));
+  return total;
+}
+
+float clip_factor(double grad_norm, double clip) {
+  if (clip <= 0) return 1.0f;
+  return static_cast<float>(std::min(1.0, clip / (grad_norm + 1e-6)));
+}
+
+void adamw_update(Unit& unit, Ops& ops, const AdamWOptions& o, double lr, int64_t step, float grad_scale) {
+  for (int i = 0; i < unit.size(); ++i) {
+    if (unit.master(i).numel() == 0) continue;
+    const bool decays = unit.layout().params()[i].is_matrix() || !o.decay_matrices_only;
+    const AdamWStep s{static_cast<float>(lr), static_cast<float>(o.beta1), static_cast<float>(o.beta2),
+                      static_cast<float>(o.eps), decays ? static_cast<float>(o.weight_decay) : 0.0f,
+                      step, grad_scale};
+    ops.adamw(unit.master(i), unit.grad_shard(i), unit.exp_avg(i), unit.exp_avg_sq(i),
+              unit.compute_shard(i), s);
+  }
+  unit.publish();
+}
+
+}  // namespace qshard

@@ -1,0 +1,78 @@
+#include "train/engine.h"
+
+#include <cmath>
+
+namespace qshard {
+
+Engine::Engine(const Qwen3Config& config, const FsdpOptions& fsdp, const AdamWOptions& adamw,
+               const std::string& transport, int64_t B, int64_t T, World& world, Backend& backend)
+    : world_(world), backend_(backend), adamw_(adamw) {
+  collectives_ = make_collectives(transport, world, backend, fsdp.prefetch + 1);
+  model_ = std::make_unique<Qwen3Model>(config, fsdp, B, T, world, backend, *collectives_);
+}
+
+int64_t Engine::count_kept(const std::vector<TokenBatch>& batches) const {
+  int64_t kept = 0;
+  for (const TokenBatch& batch : batches)
+    for (int64_t i = 0; i < model_->shape().N; ++i) kept += batch.labels[i] >= 0;
+  world_.all_reduce_sum(&kept, 1);
+  return kept;
+}
+
+StepResult Engine::step(const std::vector<TokenBatch>& micro_batches, double lr) {
+  const StepResult result = compute_gradients(micro_batches);
+  update(result, lr);
+  return result;
+}
+
+StepResult Engine::compute_gradients(const std::vector<TokenBatch>& micro_batches) {
+  StepResult result;
+  result.kept = count_kept(micro_batches);
+  if (result.kept == 0) {
+    result.updated = false;
+    return result;
+  }
+  const float scale = static_cast<float>(static_cast<double>(world_.size()) / static_cast<double>(result.kept));
+  const size_t n = micro_batches.size();
+  double sums[2] = {0, 0};  // loss, squared gradient
+  for (size_t a = 0; a < n; ++a)
+    sums[0] += model_->forward_backward(micro_batches[a], scale, {a == 0, a + 1 == n});
+  for (int u = 0; u < model_->num_units(); ++u)
+    sums[1] += local_grad_sum_squares(model_->unit(u), *backend_.ops);
+  const bool local_ok = std::isfinite(sums[0]) && std::isfinite(sums[1]);
+  world_.all_reduce_sum(sums, 2);
+  require_finite(sums[0], sums[1], local_ok);
+  result.loss = sums[0] / static_cast<double>(result.kept);
+  result.grad_norm = std::sqrt(sums[1]);
+  return result;
+}
+
+// The sums are the same on every rank, so all ranks take the same branch.
+void Engine::require_finite(double loss_sum, double sum_squares, bool local_ok) const {
+  if (std::isfinite(loss_sum) && std::isfinite(sum_squares)) return;
+  double lowest = local_ok ? 0 : world_.size() - world_.rank();
+  world_.all_reduce_max(&lowest, 1);
+  throw AgreedError(fmt::format(
+      "step {}: {} is not finite (first on rank {}); stopped before the update, the weights are those of "
+      "step {}. Lower the learning rate, clip gradients, or check the data",
+      steps_done_ + 1, std::isfinite(loss_sum) ? "the gradient norm" : "the loss",
+      world_.size() - static_cast<int>(lowest), steps_done_));
+}
+
+void Engine::update(const StepResult& result, double lr) {
+  ++steps_done_;
+  if (!result.updated) return;
+  const float scale = clip_factor(result.grad_norm, adamw_.clip);
+  for (int u = 0; u < model_->num_units(); ++u)
+    adamw_update(model_->unit(u), *backend_.ops, adamw_, lr, steps_done_, scale);
+}
+
+double Engine::evaluate(const std::vector<TokenBatch>& batches) {
+  const int64_t kept = count_kept(batches);
+  double loss = 0;
+  for (const TokenBatch& batch : batches) loss += model_->forward(batch);
+  world_.all_reduce_sum(&loss, 1);
+  return kept ? loss / static_cast<double>(kept) : 0.0;
+}
+
+}  // namespace qshard

@@ -1,0 +1,129 @@
+#include "train/train_config.h"
+
+namespace qshard {
+
+void TrainConfig::describe(OptionTable& t) {
+  t.section("model", "shape, as in a Hugging Face config.json");
+  t.add("model.config", model.config, "path of a config.json; the fields below override it");
+  t.add("model.vocab_size", model.vocab_size, "rows of the embedding; 0: as in the file").at_least(0);
+  t.add("model.hidden_size", model.hidden_size, "0: as in the file").at_least(0);
+  t.add("model.intermediate_size", model.intermediate_size, "0: as in the file").at_least(0);
+  t.add("model.num_hidden_layers", model.num_hidden_layers, "0: as in the file").at_least(0);
+  t.add("model.num_attention_heads", model.num_attention_heads, "0: as in the file").at_least(0);
+  t.add("model.num_key_value_heads", model.num_key_value_heads, "0: as in the file").at_least(0);
+  t.add("model.head_dim", model.head_dim, "0: as in the file").at_least(0);
+  t.add("model.rope_theta", model.rope_theta, "0: as in the file").at_least(0);
+  t.add("model.rms_norm_eps", model.rms_norm_eps, "0: as in the file").at_least(0);
+  t.add("model.initializer_range", model.initializer_range, "std of the initial weights; 0: as in the file")
+      .at_least(0);
+  t.add("model.tie_word_embeddings", model.tie_word_embeddings, "empty: as in the file")
+      .one_of({"", "true", "false"});
+
+  t.section("data", "token files, see `qshard data --help`");
+  t.add("data.train", data.train, "token file to train on");
+  t.add("data.val", data.val, "token file to evaluate on; empty: no evaluation");
+  t.add("data.format", data.format, "auto reads HDF5 and llm.c headers")
+      .one_of({"auto", "raw-u16", "raw-u32"});
+  t.add("data.shuffle", data.shuffle, "visit samples in a random order, another one each epoch");
+
+  t.section("train", "the run");
+  t.add("train.steps", train.steps, "optimizer steps in all").at_least(1).unit("steps");
+  t.add("train.seq", train.seq, "sequence length").at_least(1).unit("tokens");
+  t.add("train.global_batch", train.global_batch, "sequences of a step, all ranks together")
+      .at_least(1)
+      .unit("sequences");
+  t.add("train.micro_batch", train.micro_batch, "sequences a rank runs at once; 0: no accumulation")
+      .at_least(0)
+      .unit("sequences");
+  t.add("train.seed", train.seed, "of the initial weights and of the sample order");
+  t.add("train.param_dtype", train.param_dtype, "what is gathered and computed in; master weights are f32")
+      .one_of({"f32", "bf16"});
+  t.add("train.reduce_dtype", train.reduce_dtype, "what gradients travel in; sums are f32")
+      .one_of({"f32", "bf16"});
+  t.add("train.log_every", train.log_every, "console line").at_least(1).unit("steps");
+  t.add("train.eval_every", train.eval_every, "evaluation on data.val; 0: only at the end")
+      .at_least(0)
+      .unit("steps");
+  t.add("train.eval_samples", train.eval_samples, "sequences of an evaluation").at_least(1).unit("sequences");
+  t.add("train.out", train.out, "folder of the outputs; empty: runs/<date>-<time>");
+  t.add("train.overwrite", train.overwrite, "replace the outputs of an earlier run in train.out");
+  t.add("train.save_model", train.save_model, "write config.json and model.safetensors at the end");
+  t.add("train.peak_gflops", train.peak_gflops, "peak of one rank for the share shown; 0: measured at start")
+      .at_least(0)
+      .unit("GFLOP/s");
+
+  t.section("optim", "AdamW, decoupled decay, as in PyTorch");
+  t.add("optim.lr", schedule.lr, "peak learning rate").at_least(0);
+  t.add("optim.beta1", adamw.beta1, "decay of the first moment").at_least(0).at_most(1);
+  t.add("optim.beta2", adamw.beta2, "decay of the second moment").at_least(0).at_most(1);
+  t.add("optim.eps", adamw.eps, "added to the root of the second moment").at_least(0);
+  t.add("optim.weight_decay", adamw.weight_decay, "times the learning rate").at_least(0);
+  t.add("optim.decay", decay, "which parameters decay; matrices include the embedding")
+      .one_of({"matrices", "all"});
+  t.add("optim.clip", adamw.clip, "global gradient norm; 0: no clipping").at_least(0);
+
+  t.section("schedule", "learning rate as a function of the step");
+  t.add("schedule.kind", schedule.kind, "after the warm-up").one_of({"cosine", "linear", "wsd", "constant"});
+  t.add("schedule.warmup_steps", schedule.warmup_steps, "linear rise from 0").at_least(0).unit("steps");
+  t.add("schedule.min_lr", schedule.min_lr, "rate of the last step").at_least(0);
+  t.add("schedule.decay_steps", schedule.decay_steps, "wsd: length of the final decay").at_least(0).unit("steps");
+
+  t.section("fsdp", "sharding");
+  t.add("fsdp.reshard_after_forward", fsdp.reshard_after_forward,
+        "free other ranks' rows of a layer after its forward; false: keep them for backward");
+  t.add("fsdp.prefetch", fsdp.prefetch, "layers gathered ahead").at_least(0).at_most(64).unit("layers");
+  t.add("fsdp.reduce_every_microbatch", fsdp.reduce_every_microbatch,
+        "false: keep full gradients and reduce-scatter at a step's last micro-batch only");
+
+  t.section("comm", "what moves between ranks");
+  t.add("comm.transport", transport, "shm: shared memory in a node; mpi: plain MPI calls").one_of({"shm", "mpi"});
+  t.section("device", "what computes");
+  t.add("device.backend", backend, "").one_of({"cpu"});
+}
+
+void TrainConfig::finish(int ranks) {
+  fsdp.param_dtype = parse_dtype(train.param_dtype);
+  fsdp.reduce_dtype = parse_dtype(train.reduce_dtype);
+  adamw.decay_matrices_only = decay == "matrices";
+  schedule.total_steps = train.steps;
+  if (data.train.empty()) fail_usage("data.train is not set: name a token file (`qshard data tokenize` makes one)");
+  if (schedule.warmup_steps > train.steps)
+    fail_usage("schedule.warmup_steps {} is more than train.steps {}", schedule.warmup_steps, train.steps);
+  if (schedule.min_lr > schedule.lr)
+    fail_usage("schedule.min_lr {} is more than optim.lr {}", schedule.min_lr, schedule.lr);
+  if (schedule.kind == "wsd" && schedule.warmup_steps + schedule.decay_steps > train.steps)
+    fail_usage("schedule.warmup_steps {} + schedule.decay_steps {} is more than train.steps {}",
+               schedule.warmup_steps, schedule.decay_steps, train.steps);
+  const int64_t step = train.micro_batch ? train.micro_batch * ranks : ranks;
+  if (train.global_batch % step) {
+    const int64_t below = train.global_batch / step * step;
+    const std::string by = train.micro_batch ? fmt::format("{} ranks × micro_batch {} = {}", ranks, train.micro_batch, step)
+                                             : fmt::format("{} ranks", ranks);
+    fail_usage("train.global_batch {} does not divide by {}: nearest are {}{}", train.global_batch, by,
+               below ? fmt::format("{} and ", below) : "", below + step);
+  }
+  if (train.micro_batch == 0) train.micro_batch = train.global_batch / ranks;
+}
+
+Qwen3Config TrainConfig::load_model() const {
+  nlohmann::json json = nlohmann::json::object();
+  if (!model.config.empty()) json = parse_json(read_file(model.config), model.config);
+  auto override_with = [&](const char* field, const auto& value) {
+    if (value != std::decay_t<decltype(value)>{}) json[field] = value;
+  };
+  override_with("vocab_size", model.vocab_size);
+  override_with("hidden_size", model.hidden_size);
+  override_with("intermediate_size", model.intermediate_size);
+  override_with("num_hidden_layers", model.num_hidden_layers);
+  override_with("num_attention_heads", model.num_attention_heads);
+  override_with("num_key_value_heads", model.num_key_value_heads);
+  override_with("head_dim", model.head_dim);
+  override_with("rope_theta", model.rope_theta);
+  override_with("rms_norm_eps", model.rms_norm_eps);
+  override_with("initializer_range", model.initializer_range);
+  if (!model.tie_word_embeddings.empty()) json["tie_word_embeddings"] = model.tie_word_embeddings == "true";
+  if (model.rope_theta != 0) json.erase("rope_parameters");
+  return Qwen3Config::from_json(json, model.config.empty() ? "the options model.*" : model.config);
+}
+
+}  // namespace qshard

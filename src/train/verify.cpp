@@ -1,0 +1,198 @@
+#include "train/verify.h"
+
+#include <cmath>
+#include <filesystem>
+#include <fstream>
+#include <nlohmann/json.hpp>
+
+#include <unistd.h>
+
+#include "base/config.h"
+#include "train/export.h"
+
+namespace qshard {
+namespace {
+
+using nlohmann::json;
+
+struct Case {
+  json train;
+  Qwen3Config config;
+  int64_t ranks, B, T, accum, steps;  // of this replay
+  std::vector<int32_t> inputs, labels;  // [steps, accum, B, T] of this rank
+};
+
+int64_t positive(const json& j, const char* key, const std::string& where) {
+  if (!j.contains(key) || !j[key].is_number_integer() || j[key].get<int64_t>() < 1)
+    fail("{}: \"{}\" must be a positive integer", where, key);
+  return j[key].get<int64_t>();
+}
+
+// This rank's rows of a [steps, accum, world·batch, T] tensor: the case's own rows where the number of
+// ranks is the case's, otherwise the same rows of the global batch dealt out over the ranks there are.
+std::vector<int32_t> own_rows(const SafetensorsFile& file, const char* name, const Case& c, int rank) {
+  const Tensor& t = file[name];
+  const Shape expected{c.steps, c.accum, c.ranks * c.B, c.T};
+  if (!(t.shape == expected)) fail("{}: {} expected {}, found {}", file.path(), name, expected.str(), t.shape.str());
+  const int32_t* values = t.as<int32_t>();
+  const int64_t global = c.ranks * c.B * c.T, own = c.B * c.T;
+  std::vector<int32_t> rows;
+  for (int64_t i = 0; i < c.steps * c.accum; ++i) {
+    const int32_t* from = values + i * global + rank * own;
+    rows.insert(rows.end(), from, from + own);
+  }
+  return rows;
+}
+
+Case load_case(const VerifyOptions& options, const World& world) {
+  Case c;
+  const std::string path = options.folder + "/train.json", config = options.folder + "/config.json";
+  c.train = parse_json(read_file(path), path);
+  c.config = Qwen3Config::from_json(parse_json(read_file(config), config), config);
+  const int64_t case_ranks = positive(c.train, "world", path), rows = case_ranks * positive(c.train, "batch", path);
+  c.ranks = world.size();
+  if (c.ranks != case_ranks && !options.ranks_any)
+    fail_usage("{}: the case is for {} ranks, this run has {}: use mpirun -n {} or --ranks-any", options.folder,
+               case_ranks, c.ranks, case_ranks);
+  if (rows % c.ranks) fail_usage("{}: {} rows a micro-batch do not divide over {} ranks", options.folder, rows, c.ranks);
+  c.B = rows / c.ranks;
+  c.T = positive(c.train, "seq", path);
+  c.accum = positive(c.train, "accum", path);
+  c.steps = positive(c.train, "steps", path);
+  const SafetensorsFile batches(options.folder + "/batches.safetensors");
+  c.inputs = own_rows(batches, "inputs", c, world.rank());
+  c.labels = own_rows(batches, "labels", c, world.rank());
+  for (size_t i = 0; i < c.inputs.size(); ++i) {
+    const int64_t V = c.config.vocab_size;
+    if (c.inputs[i] < 0 || c.inputs[i] >= V || (c.labels[i] != -100 && (c.labels[i] < 0 || c.labels[i] >= V)))
+      fail("{}: id {} or label {} is outside the vocabulary of {}", batches.path(), c.inputs[i], c.labels[i], V);
+  }
+  return c;
+}
+
+AdamWOptions optimizer(const json& o) {
+  AdamWOptions a;
+  a.beta1 = o.at("betas").at(0);
+  a.beta2 = o.at("betas").at(1);
+  a.eps = o.at("eps");
+  a.weight_decay = o.at("weight_decay");
+  a.clip = o.at("clip");
+  a.decay_matrices_only = o.at("decay") == "matrices";
+  return a;
+}
+
+VerifyRow compare_steps(const char* quantity, const json& results, const json& expected) {
+  VerifyRow row{quantity, 0, 0, 0, ""};
+  for (size_t s = 0; s < expected.size(); ++s) {
+    const double truth = expected[s].at(quantity), ours = results[s].at(quantity);
+    double error = std::abs(ours - truth) / std::abs(truth);
+    if (!std::isfinite(error)) error = INFINITY;
+    if (error > row.error) row.error = error, row.where = fmt::format("step {}", s + 1);
+  }
+  return row;
+}
+
+// PyTorch's own error and the limit that follows from it.
+void set_limit(VerifyRow& row, const Case& c, const std::string& dtype, const char* key, double f32_floor) {
+  row.pytorch = c.train.at("pytorch_fsdp2_error").at(dtype).at(key);
+  row.limit = dtype == "f32" ? std::max(3 * row.pytorch, f32_floor) : 2 * row.pytorch;
+}
+
+json replay(Case& c, Engine& engine, const World& world, const std::string& out) {
+  const double lr = c.train.at("optim").at("lr");
+  json results = json::array();
+  const int64_t micro = c.B * c.T;
+  for (int64_t s = 0; s < c.steps; ++s) {
+    std::vector<TokenBatch> batches;
+    for (int64_t a = 0; a < c.accum; ++a) {
+      const int64_t at = (s * c.accum + a) * micro;
+      batches.push_back({&c.inputs[at], &c.labels[at]});
+    }
+    const StepResult r = engine.compute_gradients(batches);
+    if (s == 0) export_model(world, engine.model(), ExportWhat::gradients, out + "/step1_grads.safetensors");
+    engine.update(r, lr);
+    results.push_back({{"step", s + 1}, {"loss", r.loss}, {"grad_norm", r.grad_norm}, {"tokens", r.kept}});
+  }
+  export_model(world, engine.model(), ExportWhat::weights, out + "/final.safetensors");
+  return results;
+}
+
+}  // namespace
+
+VerifyRow compare_files(const std::string& quantity, const std::string& ours_path, const std::string& truth_path) {
+  const SafetensorsFile ours(ours_path), truth(truth_path);
+  VerifyRow row{quantity, 0, 0, 0, ""};
+  for (const std::string& name : truth.names()) {
+    const int64_t n = truth[name].numel();
+    if (!(ours[name].shape == truth[name].shape))
+      fail("{}: {} expected {}, found {}", ours_path, name, truth[name].shape.str(), ours[name].shape.str());
+    std::vector<float> a(n), b(n);
+    ours.read_f32(name, 0, n, a.data());
+    truth.read_f32(name, 0, n, b.data());
+    double difference = 0, norm = 0;
+    for (int64_t i = 0; i < n; ++i) {
+      difference += (double{a[i]} - b[i]) * (double{a[i]} - b[i]);
+      norm += double{b[i]} * b[i];
+    }
+    double error = std::sqrt(difference) / (std::sqrt(norm) + 1e-30);
+    if (!std::isfinite(error)) error = INFINITY;
+    if (error > row.error) row.error = error, row.where = name;
+  }
+  return row;
+}
+
+VerifyReport verify_reference(const VerifyOptions& options, World& world, Backend& backend) {
+  Case c;
+  FsdpOptions fsdp;
+  AdamWOptions adamw;
+  std::string out = options.out;
+  std::unique_ptr<SafetensorsFile> weights;
+  collectively(world, [&] {
+    fsdp.param_dtype = parse_dtype(options.param_dtype);
+    fsdp.reduce_dtype = parse_dtype(options.reduce_dtype);
+    fsdp.reshard_after_forward = options.reshard_after_forward;
+    fsdp.reduce_every_microbatch = options.reduce_every_microbatch;
+    fsdp.prefetch = options.prefetch;
+    c = load_case(options, world);
+    adamw = optimizer(c.train.at("optim"));
+    weights = std::make_unique<SafetensorsFile>(options.folder + "/model.safetensors");
+    if (world.rank() == 0) {
+      if (out.empty()) out = std::filesystem::temp_directory_path() / fmt::format("qshard-verify-{}", getpid());
+      std::filesystem::create_directories(out);
+    }
+  });
+  Engine engine(c.config, fsdp, adamw, options.transport, c.B, c.T, world, backend);
+  import_weights(world, engine.model(), *weights);
+  const json results = replay(c, engine, world, out);
+
+  VerifyReport report;
+  collectively(world, [&] {
+    if (world.rank() != 0) return;
+    const json& expected = c.train.at("expected");
+    report.rows = {compare_steps("loss", results, expected), compare_steps("grad_norm", results, expected),
+                   compare_files("step1_grads", out + "/step1_grads.safetensors", options.folder + "/step1_grads.safetensors"),
+                   compare_files("final", out + "/final.safetensors", options.folder + "/final.safetensors")};
+    const std::string& dtype = options.param_dtype;
+    set_limit(report.rows[0], c, dtype, "loss", 1e-6);
+    set_limit(report.rows[1], c, dtype, "grad_norm", 3e-6);
+    set_limit(report.rows[2], c, dtype, "step1_grads_rel_l2", 1e-5);
+    set_limit(report.rows[3], c, dtype, "final_rel_l2", 2e-5);
+    VerifyRow kept{"tokens", 0, 0, 0, ""};
+    for (size_t s = 0; s < expected.size(); ++s)
+      if (results[s]["tokens"] != expected[s].at("tokens")) kept.error = 1, kept.where = fmt::format("step {}", s + 1);
+    report.rows.push_back(kept);
+    report.ok = true;
+    for (const VerifyRow& row : report.rows) report.ok = report.ok && row.ok();
+    if (options.out.empty()) {
+      std::filesystem::remove_all(out);
+    } else {
+      std::ofstream file(out + "/result.json");
+      file << results.dump(1) << '\n';
+      if (!file.flush()) fail("cannot write {}/result.json", out);
+    }
+  });
+  report.ok = world.broadcast(report.ok ? "ok" : "failed", 0) == "ok";
+  return report;
+}
+
+}  // namespace qshard
