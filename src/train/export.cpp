@@ -4,7 +4,8 @@
 
 namespace qshard {
 
-void export_model(const World& world, Qwen3Model& model, ExportWhat what, const std::string& path) {
+void export_model(const World& world, Qwen3Model& model, ExportWhat what, const std::string& path,
+                  float scale) {
   std::vector<std::vector<float>> values;
   std::vector<std::pair<std::string, Tensor>> tensors;
   for (int u = 0; u < model.num_units(); ++u) {
@@ -12,6 +13,8 @@ void export_model(const World& world, Qwen3Model& model, ExportWhat what, const 
     for (int i = 0; i < unit.size(); ++i) {
       const Tensor rows = what == ExportWhat::weights ? unit.master(i) : unit.grad_shard(i);
       values.push_back(gather_to_rank0(world, rows.as<float>(), rows.numel()));
+      if (scale != 1)
+        for (float& v : values.back()) v *= scale;
       const ParamSpec& spec = unit.layout().params()[i];
       tensors.emplace_back(spec.name, Tensor(values.back().data(), DType::f32, spec.shape));
     }

@@ -98,7 +98,26 @@ void set_limit(VerifyRow& row, const Case& c, const std::string& dtype, const ch
   row.limit = dtype == "f32" ? std::max(3 * row.pytorch, f32_floor) : 2 * row.pytorch;
 }
 
-json replay(Case& c, Engine& engine, const World& world, const std::string& out) {
+double norm_of(const SafetensorsFile& file) {
+  double sum = 0;
+  for (const std::string& name : file.names()) {
+    std::vector<float> values(file[name].numel());
+    file.read_f32(name, 0, file[name].numel(), values.data());
+    for (float v : values) sum += double{v} * v;
+  }
+  return std::sqrt(sum);
+}
+
+// A case may hold the gradient of step 1 as it is before clipping or as the optimizer uses it; its own
+// norm tells which. Returns the factor for ours.
+float gradient_scale(const VerifyOptions& options, const Case& c, double clip) {
+  const double norm = c.train.at("expected").at(0).at("grad_norm");
+  const float factor = clip_factor(norm, clip);
+  const double recorded = norm_of(SafetensorsFile(options.folder + "/step1_grads.safetensors"));
+  return std::abs(recorded - norm * factor) < std::abs(recorded - norm) ? factor : 1.0f;
+}
+
+json replay(Case& c, Engine& engine, const World& world, const std::string& out, float grad_scale) {
   const double lr = c.train.at("optim").at("lr");
   json results = json::array();
   const int64_t micro = c.B * c.T;
@@ -109,7 +128,7 @@ json replay(Case& c, Engine& engine, const World& world, const std::string& out)
       batches.push_back({&c.inputs[at], &c.labels[at]});
     }
     const StepResult r = engine.compute_gradients(batches);
-    if (s == 0) export_model(world, engine.model(), ExportWhat::gradients, out + "/step1_grads.safetensors");
+    if (s == 0) export_model(world, engine.model(), ExportWhat::gradients, out + "/step1_grads.safetensors", grad_scale);
     engine.update(r, lr);
     results.push_back({{"step", s + 1}, {"loss", r.loss}, {"grad_norm", r.grad_norm}, {"tokens", r.kept}});
   }
@@ -146,6 +165,7 @@ VerifyReport verify_reference(const VerifyOptions& options, World& world, Backen
   FsdpOptions fsdp;
   AdamWOptions adamw;
   std::string out = options.out;
+  float grad_scale = 1;
   std::unique_ptr<SafetensorsFile> weights;
   collectively(world, [&] {
     fsdp.param_dtype = parse_dtype(options.param_dtype);
@@ -157,13 +177,14 @@ VerifyReport verify_reference(const VerifyOptions& options, World& world, Backen
     adamw = optimizer(c.train.at("optim"));
     weights = std::make_unique<SafetensorsFile>(options.folder + "/model.safetensors");
     if (world.rank() == 0) {
+      grad_scale = gradient_scale(options, c, adamw.clip);
       if (out.empty()) out = std::filesystem::temp_directory_path() / fmt::format("qshard-verify-{}", getpid());
       std::filesystem::create_directories(out);
     }
   });
   Engine engine(c.config, fsdp, adamw, options.transport, c.B, c.T, world, backend);
   import_weights(world, engine.model(), *weights);
-  const json results = replay(c, engine, world, out);
+  const json results = replay(c, engine, world, out, grad_scale);
 
   VerifyReport report;
   collectively(world, [&] {
