@@ -1,0 +1,84 @@
+"""A rank that dies or fails in the middle of a run: the job ends within seconds, not never."""
+import os
+import resource
+import signal
+import time
+
+import cli
+import runs
+
+ENDLESS = dict(train__steps=1000000, train__log_every=1000000)
+
+
+def ranks_of(process):
+    """Process ids of the ranks under mpirun, by rank."""
+    found = {}
+    for entry in os.listdir("/proc"):
+        if not entry.isdigit():
+            continue
+        try:
+            with open(f"/proc/{entry}/stat") as file:
+                parent = int(file.read().rsplit(")", 1)[1].split()[1])
+            if parent != process.pid or os.path.realpath(f"/proc/{entry}/exe") != str(cli.QSHARD):
+                continue
+            with open(f"/proc/{entry}/environ") as file:
+                environment = dict(e.partition("=")[::2] for e in file.read().split("\0"))
+            found[int(environment["OMPI_COMM_WORLD_RANK"])] = int(entry)
+        except (OSError, KeyError):
+            continue
+    return [found[rank] for rank in sorted(found)]
+
+
+def running(process, folder):
+    """The ranks, once some steps have been made."""
+    deadline = time.monotonic() + 30
+    path = folder / "metrics.jsonl"
+    while not path.exists() or path.read_text().count("\n") < 5:
+        assert process.poll() is None and time.monotonic() < deadline, "the run did not start"
+        time.sleep(0.02)
+    return ranks_of(process)
+
+
+def start(tmp, *before, **values):
+    runs.start_files(tmp)
+    return cli.start(*before, *cli.launcher(4), cli.QSHARD, "train",
+                     *runs.options(tmp, **ENDLESS, **values), cwd=tmp)
+
+
+def test_killed_rank_ends_the_job(tmp):
+    for transport, victim in (("shm", 2), ("mpi", 0)):
+        out = tmp / transport
+        process = start(tmp, train__out=out, comm__transport=transport)
+        ranks = running(process, out)
+        assert len(ranks) == 4, ranks
+        os.kill(ranks[victim], signal.SIGKILL)
+        result = cli.finish(process, timeout=10)
+        assert result.rc != 0, result
+        for pid in ranks:
+            assert not os.path.exists(f"/proc/{pid}"), f"rank process {pid} is still there\n{result}"
+
+
+def test_error_on_one_rank_ends_the_job(tmp):
+    """Rank 0 finds its disk full, here a limit on the size of files, and no other rank knows."""
+    process = start(tmp, "bash", "-c", 'trap "" XFSZ; exec "$@"', "bash", comm__transport="shm")
+    ranks = running(process, tmp / "out")
+    resource.prlimit(ranks[0], resource.RLIMIT_FSIZE, (1, 1))
+    result = cli.finish(process, timeout=10)
+    error = runs.expect_one_error(result, 1, "(rank 0 on ", "metrics.jsonl", "disk full")
+    assert os.uname().nodename in error, result
+    for pid in ranks:
+        assert not os.path.exists(f"/proc/{pid}"), f"rank process {pid} is still there\n{result}"
+
+
+def test_interrupt_ends_the_job(tmp):
+    process = start(tmp)
+    ranks = running(process, tmp / "out")
+    process.send_signal(signal.SIGINT)
+    result = cli.finish(process, timeout=10)
+    assert result.rc != 0, result
+    for pid in ranks:
+        assert not os.path.exists(f"/proc/{pid}"), f"rank process {pid} is still there\n{result}"
+
+
+if __name__ == "__main__":
+    cli.main()
