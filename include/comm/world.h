@@ -1,13 +1,15 @@
 // The MPI world of the program: one per process, made first in main and passed by reference.
 //
-// The communicator is a duplicate with MPI_ERRORS_RETURN; every call goes through QS_MPI, which
-// throws with MPI's own text. Barrier-like waits are left to the transports.
+// Its communicators are duplicates with MPI_ERRORS_RETURN; every call goes through QS_MPI, which
+// throws with MPI's own text. Waits between units and layers are the transports' business.
 #pragma once
 
 #include <mpi.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <string>
 #include <vector>
 
@@ -18,51 +20,62 @@ namespace qshard {
 class World {
  public:
   // MPI_Init_thread (MPI_THREAD_MULTIPLE asked, FUNNELED needed), node communicator, host names.
-  // Throws a usage error when Slurm started more tasks than MPI sees (singletons) unless
-  // QSHARD_ALLOW_SINGLETON=1.
+  // Throws a usage error when Slurm started more tasks than MPI sees (see broken_launch()).
   World(int* argc, char*** argv);
-  ~World();  // does not finalize; call finalize() on the good path
-  void finalize();
+  ~World() = default;  // does not finalize: after an error the other ranks may never come along
+  World(const World&) = delete;
+  World& operator=(const World&) = delete;
+  void finalize();                             // the good path, collective
   [[noreturn]] void abort(int code) noexcept;  // MPI_Abort: ends every rank within seconds
 
   int rank() const { return rank_; }
   int size() const { return size_; }
-  int node_rank() const { return node_rank_; }   // rank among the ranks of this node
+  int node_rank() const { return node_rank_; }  // rank among the ranks of this node
   int node_size() const { return node_size_; }
   int nodes() const { return nodes_; }
   const std::string& host() const { return host_; }
-  int cpus() const { return cpus_; }             // CPUs that the ranks of this node may use together (union of their affinity masks)
+  // CPUs that the ranks of this node may use together: the union of their affinity masks.
+  int cpus() const { return cpus_; }
   int threads_per_rank() const { return std::max(1, cpus_ / node_size_); }
   MPI_Comm comm() const { return comm_; }
   MPI_Comm node_comm() const { return node_comm_; }
-  std::string mpi_version() const;               // "Open MPI v4.1.4"
+  std::string mpi_version() const;  // "Open MPI v4.1.4"
 
   void barrier() const;
-  void all_reduce_sum(double* values, int n) const;  // in place; the same bits on every rank, rank order
-  void all_reduce_max(double* values, int n) const;
+  // In place; every rank gets the same bits: values are combined in rank order on each rank.
+  void all_reduce_sum(double* values, int n) const;
   void all_reduce_sum(int64_t* values, int n) const;
+  void all_reduce_max(double* values, int n) const;                // NaN on any rank gives NaN
   std::string broadcast(const std::string& text, int root) const;  // root's text on every rank
-  std::vector<std::string> gather(const std::string& text) const;  // on rank 0: every rank's text; elsewhere empty
+  // On rank 0: every rank's text, by rank; elsewhere empty.
+  std::vector<std::string> gather(const std::string& text) const;
 
  private:
+  void find_node();
   MPI_Comm comm_ = MPI_COMM_NULL, node_comm_ = MPI_COMM_NULL;
   int rank_ = 0, size_ = 1, node_rank_ = 0, node_size_ = 1, nodes_ = 1, cpus_ = 1;
   std::string host_;
 };
 
-// Runs fn on every rank; when it throws on any, every rank throws one AgreedError with the message of
-// the lowest failing rank (named with its host unless all ranks failed alike). Collective: use it for
-// whatever can fail on one rank alone, such as opening files.
+// Runs fn on every rank; when it throws on any, every rank throws one AgreedError with the message
+// and exit code of the lowest failing rank (named with its host unless all ranks failed alike).
+// Collective: use it for whatever can fail on one rank alone, such as opening files. fn itself must
+// not communicate: a rank that throws would leave the others waiting.
 void collectively(const World& world, const std::function<void()>& fn);
+
+// What is wrong with the launch, or an empty text. srun with an `--mpi=` that does not fit the MPI
+// library starts N programs that are each rank 0 of 1; that is refused unless
+// QSHARD_ALLOW_SINGLETON=1. `environment`: variables as they were before MPI_Init.
+std::string broken_launch(const std::map<std::string, std::string>& environment, int mpi_size);
 
 std::string mpi_error_text(int code);
 
 }  // namespace qshard
 
-#define QS_MPI(call)                                                                          \
-  do {                                                                                        \
-    int code_ = (call);                                                                       \
-    if (code_ != MPI_SUCCESS) [[unlikely]]                                                    \
+#define QS_MPI(call)                                                                            \
+  do {                                                                                          \
+    int code_ = (call);                                                                         \
+    if (code_ != MPI_SUCCESS) [[unlikely]]                                                      \
       ::qshard::fail("{} failed: {} [{}:{}]", #call, ::qshard::mpi_error_text(code_), __FILE__, \
-                     __LINE__);                                                               \
+                     __LINE__);                                                                 \
   } while (0)

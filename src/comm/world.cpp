@@ -1,0 +1,218 @@
+#include "comm/world.h"
+
+#include <sched.h>
+#include <unistd.h>
+
+#include <climits>
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+
+namespace qshard {
+namespace {
+
+// Linux kernels are built for at most 8192 CPUs (NR_CPUS on x86-64); a smaller mask is refused.
+constexpr size_t kMaxCpus = 8192;
+constexpr size_t kMaskBytes = kMaxCpus / 8;
+
+std::vector<uint8_t> affinity_mask() {
+  std::vector<uint8_t> mask(kMaskBytes);
+  if (sched_getaffinity(0, kMaskBytes, reinterpret_cast<cpu_set_t*>(mask.data())) != 0)
+    fail("sched_getaffinity failed: {}", std::strerror(errno));
+  return mask;
+}
+
+std::map<std::string, std::string> launch_environment() {
+  std::map<std::string, std::string> found;
+  for (const char* name : {"SLURM_STEP_NUM_TASKS", "SLURM_STEP_ID", "SLURM_NTASKS", "SLURM_PROCID",
+                           "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "QSHARD_ALLOW_SINGLETON"})
+    if (const char* value = std::getenv(name)) found[name] = value;
+  return found;
+}
+
+std::string host_name() {
+  char name[HOST_NAME_MAX + 1] = {};
+  if (gethostname(name, sizeof name - 1) != 0) return "unknown-host";
+  return name;
+}
+
+// Combines in rank order on every rank, so that all ranks get the same bits.
+template <typename T, typename Combine>
+void combine_in_rank_order(MPI_Comm comm, int ranks, MPI_Datatype type, T* values, int n,
+                           Combine combine) {
+  std::vector<T> all(static_cast<size_t>(n) * ranks);
+  QS_MPI(MPI_Allgather(values, n, type, all.data(), n, type, comm));
+  for (int i = 0; i < n; ++i) {
+    T total = all[i];
+    for (int r = 1; r < ranks; ++r) total = combine(total, all[static_cast<size_t>(r) * n + i]);
+    values[i] = total;
+  }
+}
+
+}  // namespace
+
+std::string mpi_error_text(int code) {
+  char text[MPI_MAX_ERROR_STRING];
+  int length = 0;
+  if (MPI_Error_string(code, text, &length) != MPI_SUCCESS) return fmt::format("error {}", code);
+  return std::string(text, length);
+}
+
+std::string broken_launch(const std::map<std::string, std::string>& environment, int mpi_size) {
+  auto number = [&](const char* name) {
+    auto it = environment.find(name);
+    return it == environment.end() ? -1 : std::atoi(it->second.c_str());
+  };
+  if (mpi_size > 1 || number("QSHARD_ALLOW_SINGLETON") == 1) return {};
+  // mpirun's children: in an allocation SLURM_* describe the job or mpirun's own daemons. srun's
+  // PMI-2 plug-in sets PMI_SIZE too, but to the number of tasks.
+  if (number("OMPI_COMM_WORLD_SIZE") >= 1 || number("PMI_SIZE") == 1) return {};
+  // A batch script has SLURM_NTASKS and SLURM_PROCID=0 but no step: started by hand in there, one
+  // rank is what was asked for.
+  const bool in_step = environment.count("SLURM_STEP_ID") || number("SLURM_PROCID") > 0;
+  int tasks = number("SLURM_STEP_NUM_TASKS");
+  if (tasks < 0 && in_step) tasks = number("SLURM_NTASKS");
+  if (tasks <= 1) return {};
+  return fmt::format(
+      "Slurm started {} tasks (this is task {}), but MPI sees a world of 1: each task would run "
+      "alone. srun and the MPI library do not speak the same start protocol. List srun's with "
+      "`srun --mpi=list` and choose one, e.g. `srun --mpi=pmix`, or use mpirun inside the "
+      "allocation. QSHARD_ALLOW_SINGLETON=1 runs independent copies on purpose.",
+      tasks, std::max(0, number("SLURM_PROCID")));
+}
+
+World::World(int* argc, char*** argv) : host_(host_name()) {
+  const auto environment =
+      launch_environment();  // before MPI_Init, which sets variables of its own
+  int provided = MPI_THREAD_SINGLE;
+  QS_MPI(MPI_Init_thread(argc, argv, MPI_THREAD_MULTIPLE, &provided));
+  QS_CHECK(provided >= MPI_THREAD_FUNNELED,
+           "MPI offers thread level {}, expected at least MPI_THREAD_FUNNELED ({}): use an MPI "
+           "library built with thread support",
+           provided, MPI_THREAD_FUNNELED);
+  QS_MPI(MPI_Comm_dup(MPI_COMM_WORLD, &comm_));
+  QS_MPI(MPI_Comm_set_errhandler(comm_, MPI_ERRORS_RETURN));
+  QS_MPI(MPI_Comm_rank(comm_, &rank_));
+  QS_MPI(MPI_Comm_size(comm_, &size_));
+  const std::string wrong = broken_launch(environment, size_);
+  if (!wrong.empty()) fail_usage("{}", wrong);
+  find_node();
+}
+
+void World::find_node() {
+  QS_MPI(MPI_Comm_split_type(comm_, MPI_COMM_TYPE_SHARED, rank_, MPI_INFO_NULL, &node_comm_));
+  QS_MPI(MPI_Comm_set_errhandler(node_comm_, MPI_ERRORS_RETURN));
+  QS_MPI(MPI_Comm_rank(node_comm_, &node_rank_));
+  QS_MPI(MPI_Comm_size(node_comm_, &node_size_));
+  int64_t leaders = node_rank_ == 0;
+  all_reduce_sum(&leaders, 1);
+  nodes_ = static_cast<int>(leaders);
+  std::vector<uint8_t> mask = affinity_mask();
+  QS_MPI(MPI_Allreduce(MPI_IN_PLACE, mask.data(), static_cast<int>(mask.size()), MPI_UINT8_T,
+                       MPI_BOR, node_comm_));
+  cpus_ = CPU_COUNT_S(kMaskBytes, reinterpret_cast<cpu_set_t*>(mask.data()));
+}
+
+void World::finalize() {
+  QS_MPI(MPI_Comm_free(&node_comm_));
+  QS_MPI(MPI_Comm_free(&comm_));
+  QS_MPI(MPI_Finalize());
+}
+
+void World::abort(int code) noexcept {
+  MPI_Abort(MPI_COMM_WORLD, code);
+  std::_Exit(code);
+}
+
+std::string World::mpi_version() const {
+  char text[MPI_MAX_LIBRARY_VERSION_STRING];
+  int length = 0;
+  QS_MPI(MPI_Get_library_version(text, &length));
+  std::string version(text, length);  // "Open MPI v4.1.4, package: …" or "MPICH Version:\t4.0\n…"
+  version.resize(std::min(version.find_first_of(",\n"), version.size()));
+  std::replace(version.begin(), version.end(), '\t', ' ');
+  return version;
+}
+
+void World::barrier() const { QS_MPI(MPI_Barrier(comm_)); }
+
+void World::all_reduce_sum(double* values, int n) const {
+  combine_in_rank_order(comm_, size_, MPI_DOUBLE, values, n, std::plus<double>());
+}
+
+void World::all_reduce_sum(int64_t* values, int n) const {
+  combine_in_rank_order(comm_, size_, MPI_INT64_T, values, n, std::plus<int64_t>());
+}
+
+void World::all_reduce_max(double* values, int n) const {
+  combine_in_rank_order(comm_, size_, MPI_DOUBLE, values, n, [](double a, double b) {
+    return std::isnan(a) || std::isnan(b) ? std::nan("") : std::max(a, b);
+  });
+}
+
+std::string World::broadcast(const std::string& text, int root) const {
+  int64_t length = static_cast<int64_t>(text.size());
+  QS_MPI(MPI_Bcast(&length, 1, MPI_INT64_T, root, comm_));
+  std::string result = rank_ == root ? text : std::string(length, '\0');
+  constexpr int64_t kPart = int64_t{1} << 30;  // MPI counts are int
+  for (int64_t done = 0; done < length; done += kPart) {
+    const int count = static_cast<int>(std::min(kPart, length - done));
+    QS_MPI(MPI_Bcast(result.data() + done, count, MPI_CHAR, root, comm_));
+  }
+  return result;
+}
+
+std::vector<std::string> World::gather(const std::string& text) const {
+  const int64_t length = static_cast<int64_t>(text.size());
+  std::vector<int64_t> lengths(size_);
+  QS_MPI(MPI_Allgather(&length, 1, MPI_INT64_T, lengths.data(), 1, MPI_INT64_T, comm_));
+  std::vector<int> counts, starts;
+  int64_t total = 0;
+  for (int64_t n : lengths) {
+    starts.push_back(static_cast<int>(total));
+    counts.push_back(static_cast<int>(n));
+    total += n;
+    QS_CHECK(total <= INT_MAX, "gathering {} bytes of text from {} ranks: at most {}", total, size_,
+             INT_MAX);
+  }
+  std::string all(rank_ == 0 ? total : 0, '\0');
+  QS_MPI(MPI_Gatherv(text.data(), static_cast<int>(length), MPI_CHAR, all.data(), counts.data(),
+                     starts.data(), MPI_CHAR, 0, comm_));
+  std::vector<std::string> texts;
+  if (rank_ == 0)
+    for (int r = 0; r < size_; ++r) texts.push_back(all.substr(starts[r], counts[r]));
+  return texts;
+}
+
+void collectively(const World& world, const std::function<void()>& fn) {
+  std::string message;
+  int code = kExitFailed;
+  bool failed = true;
+  try {
+    fn();
+    failed = false;
+  } catch (const Error& error) {
+    message = error.what();
+    code = error.code;
+  } catch (const std::exception& error) {
+    message = error.what();
+  } catch (...) {
+    message = "an exception of unknown type";
+  }
+  double first = failed ? -world.rank() : -world.size();  // its maximum: the lowest failing rank
+  world.all_reduce_max(&first, 1);
+  const int root = static_cast<int>(-first);
+  if (root == world.size()) return;
+
+  const std::string agreed = world.broadcast(message, root);
+  int64_t counts[3] = {world.rank() == root ? code : 0, failed, failed && message == agreed};
+  world.all_reduce_sum(counts, 3);
+  const auto [agreed_code, failures, alike] = counts;
+  if (alike == world.size()) throw AgreedError(agreed, static_cast<int>(agreed_code));
+  const std::string host = world.broadcast(world.host(), root);
+  throw AgreedError(fmt::format("rank {} on {}: {}{}", root, host, agreed,
+                                failures > 1 ? fmt::format(" ({} ranks failed)", failures) : ""),
+                    static_cast<int>(agreed_code));
+}
+
+}  // namespace qshard
