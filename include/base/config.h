@@ -3,80 +3,121 @@
 //   OptionTable t;
 //   t.section("optim", "AdamW");
 //   t.add("optim.lr", config.lr, "peak learning rate").at_least(0);
-//   t.add("train.param_dtype", config.param_dtype, "dtype of …").one_of({"f32", "bf16"});
+//   t.add("optim.decay", config.decay, "what is decayed").one_of({"all", "matrices"});
 //
-// Values come from, in this order: the default in the struct, the JSON file (nested objects or dotted
-// keys), the command line `--section.key value`. An unknown key, a wrong type or a value out of range
-// is a usage error that names the key, the place (file or command line), the value, what is allowed
-// and, for a misspelt key, the nearest known one.
+// Values come from, in this order: the default in the struct, the JSON file (nested objects or
+// dotted keys), the command line `--section.key value`. The command line wins whatever the order of
+// the calls. An unknown key, a wrong type or a value out of range is a usage error that names the
+// key, the place (file or command line), the value, what is allowed and, for a misspelt key, the
+// nearest known one. The table keeps references to the targets and must outlive the CLI::App it was
+// added to.
 #pragma once
 
 #include <CLI/CLI.hpp>
+#include <cmath>
 #include <functional>
 #include <limits>
+#include <memory>
 #include <nlohmann/json.hpp>
-#include <optional>
 #include <string>
+#include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "base/check.h"
 
 namespace qshard {
 
-class Option {
- public:
+enum class OptionType : uint8_t { integer, number, text, boolean };
+enum class OptionSource : uint8_t { default_value, file, command_line };
+
+struct Option {
   Option& one_of(std::vector<std::string> values);
   Option& at_least(double value);
   Option& at_most(double value);
-  Option& unit(std::string unit);  // shown in help and table, e.g. "tokens"
+  Option& unit(std::string name);  // shown in help and table, e.g. "tokens"
 
-  std::string key, doc, unit_name, type;            // type: "int", "number", "text", "bool"
-  std::vector<std::string> choices;
-  double min = -std::numeric_limits<double>::infinity(), max = std::numeric_limits<double>::infinity();
-  std::function<void(const nlohmann::json&)> set;   // throws on a wrong type
+  std::string allowed() const;  // e.g. "an integer from 1 to 8"
+
+  std::string key, doc, unit_name;
+  OptionType type = OptionType::text;
+  std::vector<std::string> choices;  // of a text option; empty: any
+  double min = -std::numeric_limits<double>::infinity();
+  double max = std::numeric_limits<double>::infinity();
+  std::function<bool(const nlohmann::json&)> set;  // false when the target cannot hold the value
   std::function<nlohmann::json()> get;
   nlohmann::json default_value;
-  bool changed = false;                             // set by file or command line
+  OptionSource source = OptionSource::default_value;
 };
 
 class OptionTable {
  public:
   void section(std::string name, std::string doc);
+  // `key` is "section.name"; the section was declared before.
   // T: int, int64_t, uint64_t, double, float, bool, std::string
   template <typename T>
   Option& add(std::string key, T& target, std::string doc);
 
+  // `where` names the file. Options that the command line has set keep their value, after a check
+  // of the one in the file.
   void load_json(const nlohmann::json& values, const std::string& where);
+  // One value as text, as on a command line: integers may be written 1e6, bools are true or false.
   void set_text(const std::string& key, const std::string& text, const std::string& where);
-  void add_to(CLI::App& app);             // one --section.key option each, grouped by section, applied in set_text
+  // One --section.key option each, grouped by section, applied by set_text while `app` is parsed.
+  // An unknown option of `app` becomes a usage error with the nearest known name.
+  void add_to(CLI::App& app);
 
-  nlohmann::json to_json() const;         // nested by section, every option
-  std::string to_table() const;           // aligned text: key, value, unit, doc; changed values marked with *
+  nlohmann::json to_json() const;  // nested by section, every option
+  std::string to_table()
+      const;  // aligned text: key, value, unit, doc; changed values marked with *
 
  private:
-  struct Section { std::string name, doc; };
-  Option& find(const std::string& key, const std::string& where);
-  void check(const Option& option, const nlohmann::json& value, const std::string& where) const;
+  struct Section {
+    std::string name, doc;
+  };
+  Option* try_find(const std::string& key) const;
+  Option& find(const std::string& key, const std::string& where) const;
+  Option& insert(Option option);
+  void load_object(const nlohmann::json& object, const std::string& prefix,
+                   const std::string& where, std::vector<std::string>& seen);
+  void assign(Option& option, const nlohmann::json& value, const std::string& where,
+              OptionSource source);
   std::vector<Section> sections_;
   std::vector<std::unique_ptr<Option>> options_;
 };
 
-// Text of a JSON file; comments allowed. Errors name file, line and column.
-nlohmann::json parse_json(const std::string& text, const std::string& where);
+// The known name nearest to a misspelt one, or "" when none is near.
+std::string nearest_name(const std::string& name, const std::vector<std::string>& known);
+
+// Text of a JSON file; comments allowed. Errors name file, line and column; a key given twice in
+// one object is an error too.
+nlohmann::json parse_json(const std::string& text, const std::string& where,
+                          ExitCode exit_code = kExitUsage);
 std::string read_file(const std::string& path);  // whole file; throws naming path and errno text
 
 template <typename T>
 Option& OptionTable::add(std::string key, T& target, std::string doc) {
-  auto option = std::make_unique<Option>();
-  option->key = std::move(key);
-  option->doc = std::move(doc);
-  option->type = std::is_same_v<T, bool> ? "bool" : std::is_integral_v<T> ? "int"
-                 : std::is_floating_point_v<T> ? "number" : "text";
-  option->set = [&target](const nlohmann::json& v) { target = v.get<T>(); };
-  option->get = [&target] { return nlohmann::json(target); };
-  option->default_value = nlohmann::json(target);
-  options_.push_back(std::move(option));
-  return *options_.back();
+  Option option;
+  option.key = std::move(key);
+  option.doc = std::move(doc);
+  option.type = std::is_same_v<T, bool>       ? OptionType::boolean
+                : std::is_integral_v<T>       ? OptionType::integer
+                : std::is_floating_point_v<T> ? OptionType::number
+                                              : OptionType::text;
+  option.set = [&target](const nlohmann::json& value) {
+    if constexpr (std::is_integral_v<T> && !std::is_same_v<T, bool>) {
+      const bool fits = value.is_number_unsigned() ? std::in_range<T>(value.get<uint64_t>())
+                                                   : std::in_range<T>(value.get<int64_t>());
+      if (!fits) return false;
+    } else if constexpr (std::is_floating_point_v<T>) {
+      if (!std::isfinite(value.get<T>())) return false;
+    }
+    target = value.get<T>();
+    return true;
+  };
+  option.get = [&target] { return nlohmann::json(target); };
+  option.default_value = nlohmann::json(target);
+  return insert(std::move(option));
 }
 
 }  // namespace qshard

@@ -5,8 +5,8 @@
 
 namespace qshard {
 
-// Throws when this CPU lacks an instruction set that the program was compiled for. `threads` is set
-// for OpenMP before oneDNN first runs.
+// Throws when this CPU lacks an instruction set that the program was compiled for. The operators
+// run on `threads` OpenMP threads, whatever OMP_NUM_THREADS says.
 Backend make_cpu_backend(int threads);
 
 }  // namespace qshard

@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <memory>
 #include <span>
+#include <utility>
 
 #include "device/device.h"
 #include "tensor/tensor.h"
@@ -96,6 +97,14 @@ class Ops {
 
 // One backend: a device and its operators. Made by make_backend() in src/backends.cpp.
 struct Backend {
+  Backend() = default;
+  Backend(Backend&&) = default;
+  Backend& operator=(Backend&& other) noexcept {
+    ops = std::move(other.ops);  // first: the old operators hold memory of the old device
+    device = std::move(other.device);
+    return *this;
+  }
+
   std::unique_ptr<Device> device;
   std::unique_ptr<Ops> ops;
 };

@@ -1,10 +1,12 @@
-// safetensors files: read with full validation, write f32.
+// safetensors files: read with full validation, write any tensors of the host.
 #pragma once
 
 #include <map>
 #include <string>
+#include <utility>
 #include <vector>
 
+#include "io/file.h"
 #include "tensor/tensor.h"
 
 namespace qshard {
@@ -15,26 +17,33 @@ namespace qshard {
 class SafetensorsFile {
  public:
   explicit SafetensorsFile(const std::string& path);
-  ~SafetensorsFile();
-  SafetensorsFile(SafetensorsFile&& other) noexcept;
-  SafetensorsFile& operator=(SafetensorsFile&&) = delete;
 
-  const std::string& path() const { return path_; }
+  const std::string& path() const { return file_.path(); }
   std::vector<std::string> names() const;  // sorted
   bool contains(const std::string& name) const { return tensors_.count(name) != 0; }
-  const Tensor& operator[](const std::string& name) const;  // view of the mapping; throws when absent
+  // View of the mapping. Throws when the tensor is absent, has a dtype without a DType (I64, BOOL
+  // …) or does not lie at a multiple of its element size, as in files of old writers.
+  const Tensor& operator[](const std::string& name) const;
   // Elements [first, first + n) of a floating-point tensor (F32, BF16, F16), converted to f32.
   void read_f32(const std::string& name, int64_t first, int64_t n, float* to) const;
 
  private:
-  std::string path_;
-  void* map_ = nullptr;
-  size_t size_ = 0;
-  std::map<std::string, Tensor> tensors_;
+  struct Entry {
+    Tensor tensor;
+    std::string dtype;  // as the file names it
+    bool has_dtype;     // tensor.dtype is that of the file
+  };
+  const Entry& entry(const std::string& name) const;
+  int64_t read_header();
+  void check_extents(int64_t data_begin) const;
+  MappedFile file_;
+  std::map<std::string, Entry> tensors_;
 };
 
-// Writes the tensors (host memory) in the given order under a temporary name, then renames.
-void write_safetensors(const std::string& path, const std::vector<std::pair<std::string, Tensor>>& tensors,
-                       const std::map<std::string, std::string>& metadata = {});
+// Writes the tensors (host memory, contiguous) in the given order under a temporary name, then
+// renames. The metadata gets format = "pt" unless it says otherwise: transformers insists on it.
+void write_safetensors(const std::string& path,
+                       const std::vector<std::pair<std::string, Tensor>>& tensors,
+                       std::map<std::string, std::string> metadata = {});
 
 }  // namespace qshard

@@ -1,6 +1,7 @@
 // A Qwen3 decoder under FSDP: the root unit, one unit a layer, and the only loop over layers.
 #pragma once
 
+#include <algorithm>
 #include <memory>
 #include <vector>
 
@@ -37,6 +38,7 @@ class Qwen3Model {
 
   // Rows of logits that exist at once.
   int64_t head_chunk() const { return head_chunk_; }
+  void limit_head_chunk(int64_t rows) { head_chunk_ = std::clamp<int64_t>(rows, 1, head_chunk_); }
 
  private:
   void run_forward(TokenBatch batch, bool backward_follows);

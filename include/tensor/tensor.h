@@ -2,7 +2,7 @@
 //
 // A Tensor is row-major with contiguous rows; `ld` is the distance in elements between two rows of
 // a 2-D tensor (its leading dimension), so that a range of columns is a view too. Copying a Tensor
-// copies the view. Nothing here allocates; see tensor/buffer.h for memory with an owner.
+// copies the view. Nothing here allocates; see Buffer in device/device.h for memory with an owner.
 #pragma once
 
 #include <array>

@@ -54,7 +54,11 @@ bool Shape::operator==(const Shape& other) const {
   return std::equal(begin(), end(), other.begin(), other.end());
 }
 
-std::string Shape::str() const { return fmt::format("[{}]", fmt::join(begin(), end(), ", ")); }
+std::string Shape::str() const {
+  std::string text = "[";
+  for (int64_t dim : *this) text += (text.size() > 1 ? ", " : "") + std::to_string(dim);
+  return text + "]";
+}
 
 Tensor Tensor::row_range(int64_t begin, int64_t end) const {
   QS_CHECK(0 <= begin && begin <= end && end <= shape[0], "rows [{}, {}) of a tensor {}", begin, end,

@@ -1,0 +1,102 @@
+#include <omp.h>
+#include <sys/mman.h>
+
+#include <cstdlib>
+#include <cstring>
+
+#include "cpu/backend_cpu.h"
+#include "cpu/ops_cpu.h"
+
+namespace qshard {
+namespace {
+
+constexpr size_t kCacheLine = 64, kHugePage = size_t{2} << 20;
+
+class CpuDevice final : public Device {
+ public:
+  explicit CpuDevice(int threads) : threads_(threads) {}
+
+  std::string name() const override;
+
+  void* allocate(size_t bytes) override {
+    if (bytes == 0) return nullptr;
+    const size_t alignment = bytes >= kHugePage ? kHugePage : kCacheLine;
+    const size_t rounded = (bytes + alignment - 1) / alignment * alignment;
+    if (rounded < bytes) return nullptr;
+    void* data = std::aligned_alloc(alignment, rounded);
+    if (!data) return nullptr;
+    if (alignment == kHugePage) madvise(data, rounded, MADV_HUGEPAGE);  // a hint: may be refused
+    std::memset(data, 0, rounded);
+    return data;
+  }
+
+  void release(void* data, size_t) noexcept override { std::free(data); }
+  void copy(void* to, const void* from, size_t bytes) override {
+    if (bytes) std::memmove(to, from, bytes);
+  }
+  void zero(void* data, size_t bytes) override {
+    if (bytes) std::memset(data, 0, bytes);
+  }
+
+ private:
+  int threads_;
+};
+
+std::string CpuDevice::name() const {
+#if defined(__AVX512BF16__)
+  constexpr const char* isa = "AVX-512, avx512_bf16";
+#elif defined(__AVX512F__)
+  constexpr const char* isa = "AVX-512";
+#elif defined(__AVX2__)
+  constexpr const char* isa = "AVX2";
+#else
+  constexpr const char* isa = "baseline x86-64";
+#endif
+  return fmt::format("cpu ({}, {} thread{})", isa, threads_, threads_ == 1 ? "" : "s");
+}
+
+// The compiler may have used any instruction set of its target, anywhere: better a message here
+// than an illegal instruction later. __builtin_cpu_supports takes literals only, hence a macro.
+void check_instruction_sets() {
+#define QS_NEEDS(feature)                                                                        \
+  QS_CHECK(__builtin_cpu_supports(feature),                                                      \
+           "this program was compiled for a CPU with {} and this one has none: compile on this " \
+           "kind of node, or with make ARCH=x86-64-v3",                                          \
+           feature)
+#ifdef __AVX2__
+  QS_NEEDS("avx2");
+#endif
+#ifdef __FMA__
+  QS_NEEDS("fma");
+#endif
+#ifdef __AVX512F__
+  QS_NEEDS("avx512f");
+#endif
+#ifdef __AVX512BW__
+  QS_NEEDS("avx512bw");
+#endif
+#ifdef __AVX512VL__
+  QS_NEEDS("avx512vl");
+#endif
+#ifdef __AVX512DQ__
+  QS_NEEDS("avx512dq");
+#endif
+#ifdef __AVX512BF16__
+  QS_NEEDS("avx512bf16");
+#endif
+#undef QS_NEEDS
+}
+
+}  // namespace
+
+Backend make_cpu_backend(int threads) {
+  check_instruction_sets();
+  QS_CHECK(threads >= 1, "a CPU backend needs at least 1 thread, {} asked for", threads);
+  omp_set_num_threads(threads);  // before OpenMP starts any: its default is every core
+  Backend backend;
+  backend.device = std::make_unique<CpuDevice>(threads);
+  backend.ops = std::make_unique<cpu::CpuOps>(*backend.device, threads);
+  return backend;
+}
+
+}  // namespace qshard

@@ -1,0 +1,204 @@
+// AdamW, sums, casts and initial values: element-wise work on contiguous pieces.
+#include <Random123/philox.h>
+#include <Random123/boxmuller.hpp>
+
+#include <cmath>
+#include <vector>
+
+#include "cpu/arguments.h"
+#include "cpu/ops_cpu.h"
+#include "cpu/vec.h"
+
+namespace qshard::cpu {
+namespace {
+
+constexpr int64_t kGrain = 4096;  // elements a thread takes at least: several pages
+
+void expect_flat(const char* op, const char* name, const Tensor& t, DType dtype, int64_t n) {
+  expect_contiguous(op, name, t, dtype, t.shape);
+  QS_CHECK(t.numel() == n, "{}: {} {} has {} elements, expected {}", op, name, t.shape.str(),
+           t.numel(), n);
+}
+
+// Sum in f64 of what `add` adds: pieces of a fixed length, in their order. (By reference: a vector
+// wider than the registers has no stable calling convention.)
+template <typename F>
+double sum_of(const Team& team, const char* op, const Tensor& x, F&& add) {
+  expect_contiguous(op, "x", x, DType::f32, x.shape);
+  constexpr int64_t kPiece = 1 << 16;
+  const int64_t n = x.numel(), pieces = (n + kPiece - 1) / kPiece;
+  std::vector<double> sums(static_cast<size_t>(pieces));
+  team.tasks(pieces, [&](int64_t piece, int) {
+    const float* data = x.as<float>() + piece * kPiece;
+    VecD sum{};
+    for_each_vec(std::min(kPiece, n - piece * kPiece), [&](int64_t i, auto lanes) {
+      add(sum, __builtin_convertvector(load(data + i, lanes), VecD));
+    });
+    sums[static_cast<size_t>(piece)] = lane_sum(sum);
+  });
+  double total = 0;
+  for (double sum : sums) total += sum;
+  return total;
+}
+
+template <typename From, typename To>
+void cast_row(const From* from, To* to, int64_t n) {
+  for_each_vec(n, [&](int64_t i, auto lanes) { store(to + i, load(from + i, lanes), lanes); });
+}
+
+// f(T{}) for the dtypes a cast knows.
+template <typename F>
+void with_float_dtype(const char* op, DType dtype, F&& f) {
+  switch (dtype) {
+    case DType::f32:
+      return f(float{});
+    case DType::bf16:
+      return f(bf16_t{});
+    case DType::fp16:
+      return f(fp16_t{});
+    default:
+      fail_dtype(op, "an argument", dtype, "f32, bf16 or fp16");
+  }
+}
+
+struct AdamWFactors {
+  float decay, beta1, beta2, eps, grad_scale, step_size, root_scale;
+  explicit AdamWFactors(const AdamWStep& s)
+      : decay(static_cast<float>(1.0 - double(s.lr) * s.weight_decay)),
+        beta1(s.beta1),
+        beta2(s.beta2),
+        eps(s.eps),
+        grad_scale(s.grad_scale),
+        step_size(static_cast<float>(s.lr / (1.0 - std::pow(double(s.beta1), double(s.step))))),
+        root_scale(
+            static_cast<float>(1.0 / std::sqrt(1.0 - std::pow(double(s.beta2), double(s.step))))) {}
+};
+
+template <typename P>
+void adamw_piece(const AdamWFactors& f, int64_t n, float* p, const float* g, float* m, float* v,
+                 P* p_out) {
+  for_each_vec(n, [&](int64_t i, auto lanes) {
+    const Vec grad = load(g + i, lanes) * f.grad_scale;
+    const Vec m_old = load(m + i, lanes);
+    const Vec m_new = m_old + (grad - m_old) * (1.f - f.beta1);
+    const Vec v_new = load(v + i, lanes) * f.beta2 + grad * grad * (1.f - f.beta2);
+    const Vec root = sqrt(v_new) * f.root_scale + f.eps;
+    const Vec p_new = load(p + i, lanes) * f.decay - m_new / root * f.step_size;
+    store(m + i, m_new, lanes);
+    store(v + i, v_new, lanes);
+    store(p + i, p_new, lanes);
+    if (p_out) store(p_out + i, p_new, lanes);
+  });
+}
+
+}  // namespace
+
+float* CpuOps::workspace(int64_t floats) {
+  if (!workspace_.tensor() || workspace_->numel() < floats) {
+    workspace_.reset();  // before the larger one is made
+    workspace_ = Buffer(device_, DType::f32, {floats}, Segment::workspace, "operators' scratch");
+  }
+  return workspace_->as<float>();
+}
+
+void CpuOps::adamw(Tensor p, Tensor g, Tensor m, Tensor v, Tensor p_out, const AdamWStep& step) {
+  const int64_t n = p.numel();
+  expect_flat("adamw", "p", p, DType::f32, n);
+  expect_flat("adamw", "g", g, DType::f32, n);
+  expect_flat("adamw", "m", m, DType::f32, n);
+  expect_flat("adamw", "v", v, DType::f32, n);
+  if (p_out) expect_flat("adamw", "p_out", p_out, p_out.dtype, n);
+  QS_CHECK(step.step >= 1, "adamw: the first update is step 1, not {}", step.step);
+  const AdamWFactors factors(step);
+  with_dtype("adamw", "p_out", p_out ? p_out.dtype : DType::f32, [&]<typename P>(P) {
+    team_.ranges(n, kGrain, [&](int64_t begin, int64_t end) {
+      adamw_piece(factors, end - begin, p.as<float>() + begin, g.as<float>() + begin,
+                  m.as<float>() + begin, v.as<float>() + begin,
+                  p_out ? p_out.as<P>() + begin : nullptr);
+    });
+  });
+}
+
+double CpuOps::sum(Tensor x) {
+  return sum_of(team_, "sum", x, [](VecD& sum, const VecD& v) { sum += v; });
+}
+
+double CpuOps::sum_squares(Tensor x) {
+  return sum_of(team_, "sum_squares", x, [](VecD& sum, const VecD& v) { sum += v * v; });
+}
+
+void CpuOps::cast(Tensor from, Tensor to) {
+  QS_CHECK(from.shape == to.shape, "cast: from {} to {}: the shapes must be equal",
+           from.shape.str(), to.shape.str());
+  expect("cast", "from", from, from.dtype, from.shape);
+  expect("cast", "to", to, to.dtype, to.shape);
+  if (from.numel() == 0) return;
+  const bool flat = from.contiguous() && to.contiguous();
+  const int64_t rows = flat ? 1 : from.rows(), cols = from.numel() / rows;
+  with_float_dtype("cast", from.dtype, [&]<typename From>(From) {
+    with_float_dtype("cast", to.dtype, [&]<typename To>(To) {
+      for (int64_t row = 0; row < rows; ++row)
+        team_.ranges(cols, kGrain, [&](int64_t begin, int64_t end) {
+          cast_row(from.as<From>() + row * from.ld + begin, to.as<To>() + row * to.ld + begin,
+                   end - begin);
+        });
+    });
+  });
+}
+
+void CpuOps::sum_parts(std::span<const Tensor> parts, float scale, Tensor out, bool accumulate) {
+  QS_CHECK(!parts.empty(), "sum_parts: no parts to sum");
+  const int64_t n = out.numel();
+  const DType dtype = parts[0].dtype;
+  expect_flat("sum_parts", "out", out, DType::f32, n);
+  for (const Tensor& part : parts) expect_flat("sum_parts", "a part", part, dtype, n);
+  with_dtype("sum_parts", "a part", dtype, [&]<typename P>(P) {
+    team_.ranges(n, kGrain, [&](int64_t begin, int64_t end) {
+      float* to = out.as<float>() + begin;
+      for_each_vec(end - begin, [&](int64_t i, auto lanes) {
+        Vec sum{};
+        for (const Tensor& part : parts)
+          sum += load(static_cast<const P*>(part.data) + begin + i, lanes);
+        sum *= scale;
+        if (accumulate) sum += load(to + i, lanes);
+        store(to + i, sum, lanes);
+      });
+    });
+  });
+}
+
+// Four numbers come from one Philox block: element j is number j % 4 of block j / 4.
+void CpuOps::init_normal(Tensor out, uint64_t seed, uint64_t stream, int64_t first, float std) {
+  expect_contiguous("init_normal", "out", out, DType::f32, out.shape);
+  QS_CHECK(first >= 0, "init_normal: first index {} is negative", first);
+  const r123::Philox4x32::key_type key{
+      {static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32)}};
+  team_.ranges(out.numel(), kGrain, [&](int64_t begin, int64_t end) {
+    float* to = out.as<float>();
+    const int64_t last = first + end;
+    for (int64_t block = (first + begin) / 4; 4 * block < last; ++block) {
+      const auto index = static_cast<uint64_t>(block);
+      const r123::Philox4x32::ctr_type counter{
+          {static_cast<uint32_t>(index), static_cast<uint32_t>(index >> 32),
+           static_cast<uint32_t>(stream), static_cast<uint32_t>(stream >> 32)}};
+      const auto random = r123::Philox4x32()(counter, key);
+      const auto a = r123::boxmuller(random[0], random[1]),
+                 b = r123::boxmuller(random[2], random[3]);
+      const float normal[4] = {a.x, a.y, b.x, b.y};
+      for (int64_t j = std::max(4 * block, first + begin); j < std::min(4 * block + 4, last); ++j)
+        to[j - first] = std * normal[j % 4];
+    }
+  });
+}
+
+void CpuOps::fill(Tensor out, float value) {
+  expect_contiguous("fill", "out", out, out.dtype, out.shape);
+  with_float_dtype("fill", out.dtype, [&]<typename T>(T) {
+    team_.ranges(out.numel(), kGrain, [&](int64_t begin, int64_t end) {
+      T* to = out.as<T>() + begin;
+      for_each_vec(end - begin, [&](int64_t i, auto lanes) { store(to + i, splat(value), lanes); });
+    });
+  });
+}
+
+}  // namespace qshard::cpu
