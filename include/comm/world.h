@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <functional>
 #include <map>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -26,6 +27,10 @@ class World {
   World(const World&) = delete;
   World& operator=(const World&) = delete;
   void finalize();                             // the good path, collective
+  // The same ranks with communicators of their own, for a second thread (needs threads_may_call()).
+  // Collective; lives until finalize().
+  std::unique_ptr<World> duplicate() const;
+  bool threads_may_call() const { return threads_may_call_; }  // MPI_THREAD_MULTIPLE
   [[noreturn]] void abort(int code) noexcept;  // MPI_Abort: ends every rank within seconds
 
   int rank() const { return rank_; }
@@ -51,14 +56,17 @@ class World {
   std::vector<std::string> gather(const std::string& text) const;
 
  private:
+  World() = default;
   void find_node();
+  bool threads_may_call_ = false;
   MPI_Comm comm_ = MPI_COMM_NULL, node_comm_ = MPI_COMM_NULL;
   int rank_ = 0, size_ = 1, node_rank_ = 0, node_size_ = 1, nodes_ = 1, cpus_ = 1;
   std::string host_;
 };
 
-// Runs fn on every rank; when it throws on any, every rank throws one AgreedError with the message
-// and exit code of the lowest failing rank (named with its host unless all ranks failed alike).
+// Runs fn on every rank; when it throws on any, every rank throws one AgreedError with the exit code
+// of the lowest failing rank and the messages of the failing ranks (named with rank and host unless
+// all ranks failed alike; at most four, then a count).
 // Collective: use it for whatever can fail on one rank alone, such as opening files. fn itself must
 // not communicate: a rank that throws would leave the others waiting.
 void collectively(const World& world, const std::function<void()>& fn);

@@ -35,23 +35,27 @@ class Engine {
   StepResult compute_gradients(const std::vector<TokenBatch>& micro_batches);
   void update(const StepResult& result, double lr);
 
-  // Mean loss over all kept labels of all ranks; every rank passes the same number of batches.
+  // Mean loss over all kept labels of all ranks, 0 without any; every rank passes the same number of
+  // batches. A loss that is not finite throws an AgreedError.
   double evaluate(const std::vector<TokenBatch>& batches);
 
   Qwen3Model& model() { return *model_; }
   Collectives& collectives() { return *collectives_; }
-  int64_t steps_done() const { return steps_done_; }
+  int64_t updates() const { return updates_; }
+  void restore(int64_t steps_done, int64_t updates) { steps_done_ = steps_done, updates_ = updates; }
+  int64_t steps_done() const { return steps_done_; }  // skipped ones included
 
  private:
   int64_t count_kept(const std::vector<TokenBatch>& batches) const;
-  void require_finite(double loss_sum, double sum_squares, bool local_ok) const;
+  void require_finite(double own_loss, double loss_sum, double sum_squares) const;
+  std::string find_cause(double own_loss) const;
 
   World& world_;
   Backend& backend_;
   AdamWOptions adamw_;
   std::unique_ptr<Collectives> collectives_;
   std::unique_ptr<Qwen3Model> model_;
-  int64_t steps_done_ = 0;
+  int64_t steps_done_ = 0, updates_ = 0;
 };
 
 }  // namespace qshard

@@ -3,8 +3,10 @@
 // [Note: Metrics] One JSON object a line. A step: step, loss (nats per kept label, all ranks), grad_norm
 // (before clipping), lr, tokens (input tokens of all steps so far), tokens_per_s (all ranks, this step),
 // step_ms, model_flops_per_s (all ranks; see train_flops_per_token), peak_share (of ranks × measured
-// product rate), memory_bytes (largest peak of resident memory of a rank). An evaluation: step, val_loss,
-// val_tokens, val_ms. Times apart, equal runs write equal bytes.
+// product rate), memory_bytes (largest peak of resident memory of a rank); in a step without a kept
+// label loss and grad_norm are 0 and `skipped` says so. An evaluation: step, val_loss, val_tokens,
+// val_ms. A save: step, checkpoint, checkpoint_bytes, checkpoint_ms. A restart: resumed_from, step; where
+// a step appears twice, after a crash, the later line counts. Times and memory apart, equal runs write equal bytes.
 #pragma once
 
 #include <chrono>
@@ -27,12 +29,15 @@ class Metrics {
     std::string folder;
     int64_t steps, log_every, tokens_per_step;
     double flops_per_step, peak_flops;  // peak of all ranks together
+    int64_t first_step = 1;             // of this launch; later ones append to the file
+    std::string resumed_from;           // checkpoint, or empty
   };
   explicit Metrics(const Run& run);
 
   void step(int64_t step, const StepResult& result, double lr, const StepTiming& timing);
   void evaluation(int64_t step, double val_loss, int64_t val_tokens, double seconds);
-  void finish();  // loss curve and summary
+  void checkpoint(int64_t step, const std::string& path, int64_t bytes, double seconds);
+  void finish();  // loss curve and summary of this launch
 
  private:
   void write_line(const std::string& json);
@@ -47,12 +52,19 @@ class Metrics {
   std::chrono::steady_clock::time_point begin_;
   std::vector<Point> train_, val_;
   double interval_seconds_ = 0, interval_loss_ = 0, step_seconds_ = 0, eval_seconds_ = 0;
-  int64_t interval_steps_ = 0, memory_bytes_ = 0;
+  int64_t interval_steps_ = 0, interval_updates_ = 0, memory_bytes_ = 0;
 };
 
 // 72 columns × 14 rows: training loss as dots, evaluations as o. Empty when there are no points.
 std::string plot_losses(const std::vector<double>& train_steps, const std::vector<double>& train_losses,
                         const std::vector<double>& val_steps, const std::vector<double>& val_losses);
+
+// One line on the console, at once: call it on rank 0.
+void say_line(const std::string& text);
+template <typename... A>
+void say(fmt::format_string<A...> format, A&&... args) {
+  say_line(fmt::format(format, std::forward<A>(args)...));
+}
 
 std::string human_bytes(double bytes);  // "1.50 GB" (powers of 1000)
 std::string human_time(double seconds);  // "0:02:05"

@@ -7,6 +7,7 @@
 #include "fsdp/unit.h"
 #include "model/qwen3_config.h"
 #include "train/adamw.h"
+#include "train/checkpointer.h"
 #include "train/lr_schedule.h"
 
 namespace qshard {
@@ -31,6 +32,7 @@ struct TrainOptions {
   std::string param_dtype = "bf16", reduce_dtype = "f32";
   int64_t log_every = 10, eval_every = 100, eval_samples = 64;
   std::string out;
+  int64_t stop_after = 0;
   bool overwrite = false, save_model = true;
   double peak_gflops = 0;
 };
@@ -43,7 +45,13 @@ struct TrainConfig {
   std::string decay = "matrices";
   ScheduleOptions schedule;
   FsdpOptions fsdp;
+  CheckpointOptions checkpoint;
   std::string transport = "shm", backend = "cpu";
+
+  // Where a run begins, from the command line.
+  std::string resume = "none";  // none, auto (newest in train.out, if any), or a checkpoint or folder
+  std::string init;             // "": random; weights-only: the weights of --resume, step 0
+  bool allow_changes = false;   // resume although options that change the mathematics differ
 
   // Registers every option with its doc, unit and limits.
   void describe(OptionTable& table);
@@ -52,8 +60,16 @@ struct TrainConfig {
   void finish(int ranks);
 
   Qwen3Config load_model() const;  // reads model.config on this rank
+  std::string checkpoint_folder() const { return train.out + "/checkpoints"; }
   int64_t accumulation(int ranks) const { return train.global_batch / (train.micro_batch * ranks); }
   int64_t tokens_per_step() const { return train.global_batch * train.seq; }
 };
+
+// Options in which two runs' settings (as JSON) differ, "key: saved → now". Those that only say where
+// and how the run computes are left out.
+struct ConfigChanges {
+  std::vector<std::string> mathematics, others;
+};
+ConfigChanges compare_runs(const nlohmann::json& saved, const nlohmann::json& now);
 
 }  // namespace qshard

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "io/dataset.h"
+#include "train/checkpointer.h"
 #include "train/engine.h"
 #include "train/metrics.h"
 #include "train/train_config.h"
@@ -15,16 +16,26 @@ class Trainer {
   // with the outputs; `table`: the same for people.
   Trainer(TrainConfig config, const nlohmann::json& settings, const std::string& table, World& world,
           Backend& backend);
-  void run();
+  // Returns the exit code: done, or stopped by a signal (or train.stop_after), saved, to be resumed.
+  int run();
 
  private:
   void open_data();
+  void choose_checkpoint();
+  void restore();
+  void require_compatible(const CheckpointState& saved) const;
+  void save(int64_t step);
+  void log_save();
+  bool nothing_to_do() const { return first_step_ > config_.train.steps; }
+  void require_same_inputs() const;
   void prepare_outputs(const nlohmann::json& settings);
+  void open_metrics();
   void print_start(const std::string& table);
   void train_step(int64_t step);
   void evaluate(int64_t step);
   void save_model();
   std::vector<TokenBatch> read_step(int64_t step);
+  std::vector<TokenBatch> read_evaluation(int64_t samples);
   int64_t peak_memory() const;
 
   TrainConfig config_;
@@ -35,6 +46,12 @@ class Trainer {
   Backend& backend_;
   std::unique_ptr<Engine> engine_;
   std::unique_ptr<Metrics> metrics_;  // rank 0
+  std::unique_ptr<Checkpointer> checkpointer_;
+  nlohmann::json settings_;
+  std::string checkpoint_;  // to resume from, or empty
+  CheckpointState saved_;   // its header
+  int64_t first_step_ = 1;  // of this launch
+  bool stop_ = false;       // agreed by all ranks
   std::vector<int32_t> ids_, labels_, val_ids_, val_labels_;
 };
 

@@ -34,7 +34,8 @@ struct VerifyReport {
 // Collective.
 VerifyReport verify_reference(const VerifyOptions& options, World& world, Backend& backend);
 
-// Largest over the tensors of `truth` of ‖a−b‖₂/‖b‖₂; a missing or reshaped tensor throws. NaN counts as infinite.
+// Largest over the tensors of ‖a−b‖₂/‖b‖₂; a reshaped tensor, or one that either file lacks, throws.
+// NaN counts as infinite.
 VerifyRow compare_files(const std::string& quantity, const std::string& ours, const std::string& truth);
 
 }  // namespace qshard

@@ -11,6 +11,7 @@ Paths are relative to the working folder.
 Examples:
   mpirun -n 4 qshard train --config data/configs/demo.json
   mpirun -n 2 qshard train --config data/configs/demo.json --train.steps 100 --optim.lr 1e-3
+  mpirun -n 4 qshard train --config run.json --train.out runs/a --checkpoint.every 500 --resume auto
   mpirun -n 8 qshard train --model.config qwen3-0.6b/config.json --data.train tokens.h5 \
       --train.seq 2048 --train.global_batch 32 --train.micro_batch 1)";
 
@@ -39,8 +40,7 @@ int run_train(TrainCommand& command, World& world) {
   }
   Backend backend = make_backend(command.config.backend, world);
   Trainer trainer(command.config, command.table.to_json(), command.table.to_table(), world, backend);
-  trainer.run();
-  return kExitDone;
+  return trainer.run();
 }
 
 }  // namespace
@@ -51,6 +51,13 @@ void add_train(CLI::App& app, Command& run) {
   sub->footer(kFooter);
   sub->add_option("--config", command->config_path, "JSON file with any of the options below, nested by section");
   sub->add_flag("--print-config", command->print_config, "print all settings as JSON and stop");
+  sub->add_option("--resume", command->config.resume,
+                  "none; auto: the newest complete checkpoint of train.out, if there is one; or a checkpoint file or folder")
+      ->capture_default_str();
+  sub->add_option("--init", command->config.init, "weights-only: take only the weights from --resume and begin at step 1")
+      ->check(CLI::IsMember({"weights-only"}));
+  sub->add_flag("--allow-changes", command->config.allow_changes,
+                "resume although options that change the mathematics differ from the saved run's");
   command->config.describe(command->table);
   command->table.add_to(*sub);
   sub->callback([command, &run] { run = [command](World& world) { return run_train(*command, world); }; });

@@ -1,7 +1,4 @@
 // Replays a reference case and compares with the truth; see the README of the reference format.
-#include <cmath>
-#include <filesystem>
-#include <fstream>
 
 #include "backends.h"
 #include "base/config.h"
@@ -42,14 +39,17 @@ void add_verify(CLI::App& app, Command& run) {
   CLI::App* sub = app.add_subcommand("verify", "replay a reference case of PyTorch FSDP2 and compare");
   sub->footer(kFooter);
   sub->add_option("--reference", options->folder, "folder of the case")->required();
-  sub->add_option("--param-dtype", options->param_dtype, "f32 or bf16")->capture_default_str();
-  sub->add_option("--reduce-dtype", options->reduce_dtype, "f32 or bf16")->capture_default_str();
-  sub->add_option("--transport", options->transport, "shm or mpi")->capture_default_str();
+  const CLI::IsMember dtypes({"f32", "bf16"}), transports({"shm", "mpi"});
+  sub->add_option("--param-dtype", options->param_dtype, "f32 or bf16")->check(dtypes)->capture_default_str();
+  sub->add_option("--reduce-dtype", options->reduce_dtype, "f32 or bf16")->check(dtypes)->capture_default_str();
+  sub->add_option("--transport", options->transport, "shm or mpi")->check(transports)->capture_default_str();
   sub->add_option("--backend", *backend, "cpu")->capture_default_str();
   sub->add_option("--out", options->out, "folder for step1_grads.safetensors, final.safetensors, result.json");
   sub->add_flag("--ranks-any", options->ranks_any, "accept another number of ranks than the case's, where its batch divides");
   sub->add_option("--reshard-after-forward", options->reshard_after_forward, "true or false")->capture_default_str();
-  sub->add_option("--prefetch", options->prefetch, "layers gathered ahead")->capture_default_str();
+  sub->add_option("--prefetch", options->prefetch, "layers gathered ahead")
+      ->check(CLI::Range(0, 64))
+      ->capture_default_str();
   sub->add_option("--reduce-every-microbatch", options->reduce_every_microbatch, "true or false")->capture_default_str();
   sub->callback([options, backend, &run] {
     run = [options, backend](World& world) { return run_verify(*options, *backend, world); };

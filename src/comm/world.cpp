@@ -90,6 +90,7 @@ World::World(int* argc, char*** argv) : host_(host_name()) {
            "MPI offers thread level {}, expected at least MPI_THREAD_FUNNELED ({}): use an MPI "
            "library built with thread support",
            provided, MPI_THREAD_FUNNELED);
+  threads_may_call_ = provided >= MPI_THREAD_MULTIPLE;
   QS_MPI(MPI_Comm_dup(MPI_COMM_WORLD, &comm_));
   QS_MPI(MPI_Comm_set_errhandler(comm_, MPI_ERRORS_RETURN));
   QS_MPI(MPI_Comm_rank(comm_, &rank_));
@@ -111,6 +112,18 @@ void World::find_node() {
   QS_MPI(MPI_Allreduce(MPI_IN_PLACE, mask.data(), static_cast<int>(mask.size()), MPI_UINT8_T,
                        MPI_BOR, node_comm_));
   cpus_ = CPU_COUNT_S(kMaskBytes, reinterpret_cast<cpu_set_t*>(mask.data()));
+}
+
+std::unique_ptr<World> World::duplicate() const {
+  auto copy = std::unique_ptr<World>(new World);
+  copy->rank_ = rank_, copy->size_ = size_, copy->node_rank_ = node_rank_;
+  copy->node_size_ = node_size_, copy->nodes_ = nodes_, copy->cpus_ = cpus_;
+  copy->host_ = host_, copy->threads_may_call_ = threads_may_call_;
+  QS_MPI(MPI_Comm_dup(comm_, &copy->comm_));
+  QS_MPI(MPI_Comm_dup(node_comm_, &copy->node_comm_));
+  for (MPI_Comm comm : {copy->comm_, copy->node_comm_})
+    QS_MPI(MPI_Comm_set_errhandler(comm, MPI_ERRORS_RETURN));
+  return copy;
 }
 
 void World::finalize() {
@@ -184,6 +197,17 @@ std::vector<std::string> World::gather(const std::string& text) const {
   return texts;
 }
 
+// The texts that are not empty, up to four of them.
+static std::string failures_of_ranks(const std::vector<std::string>& texts) {
+  constexpr int kShown = 4;
+  std::string all;
+  int failures = 0;
+  for (const std::string& text : texts)
+    if (!text.empty() && ++failures <= kShown) all += (all.empty() ? "" : "; ") + text;
+  if (failures > kShown) all += fmt::format("; and {} more ranks", failures - kShown);
+  return all;
+}
+
 void collectively(const World& world, const std::function<void()>& fn) {
   std::string message;
   int code = kExitFailed;
@@ -205,14 +229,13 @@ void collectively(const World& world, const std::function<void()>& fn) {
   if (root == world.size()) return;
 
   const std::string agreed = world.broadcast(message, root);
-  int64_t counts[3] = {world.rank() == root ? code : 0, failed, failed && message == agreed};
-  world.all_reduce_sum(counts, 3);
-  const auto [agreed_code, failures, alike] = counts;
+  int64_t counts[2] = {world.rank() == root ? code : 0, failed && message == agreed};
+  world.all_reduce_sum(counts, 2);
+  const auto [agreed_code, alike] = counts;
   if (alike == world.size()) throw AgreedError(agreed, static_cast<int>(agreed_code));
-  const std::string host = world.broadcast(world.host(), root);
-  throw AgreedError(fmt::format("rank {} on {}: {}{}", root, host, agreed,
-                                failures > 1 ? fmt::format(" ({} ranks failed)", failures) : ""),
-                    static_cast<int>(agreed_code));
+  const auto texts = world.gather(
+      failed ? fmt::format("rank {} on {}: {}", world.rank(), world.host(), message) : "");
+  throw AgreedError(world.broadcast(failures_of_ranks(texts), 0), static_cast<int>(agreed_code));
 }
 
 }  // namespace qshard

@@ -3,6 +3,26 @@
 #include <cmath>
 
 namespace qshard {
+namespace {
+
+// The lowest rank for which `yes` holds, or size() when there is none; the same on every rank.
+int lowest_rank(const World& world, bool yes) {
+  double highest = yes ? -world.rank() : -world.size();
+  world.all_reduce_max(&highest, 1);
+  return static_cast<int>(-highest);
+}
+
+// Name of the first parameter of which this rank's rows hold a value that is not finite; or "".
+std::string bad_parameter(Qwen3Model& model, Ops& ops) {
+  for (int u = 0; u < model.num_units(); ++u) {
+    const Unit& unit = model.unit(u);
+    for (int i = 0; i < unit.size(); ++i)
+      if (!std::isfinite(ops.sum_squares(unit.master(i)))) return unit.layout().params()[i].name;
+  }
+  return "";
+}
+
+}  // namespace
 
 Engine::Engine(const Qwen3Config& config, const FsdpOptions& fsdp, const AdamWOptions& adamw,
                const std::string& transport, int64_t B, int64_t T, World& world, Backend& backend)
@@ -39,39 +59,55 @@ StepResult Engine::compute_gradients(const std::vector<TokenBatch>& micro_batche
     sums[0] += model_->forward_backward(micro_batches[a], scale, {a == 0, a + 1 == n});
   for (int u = 0; u < model_->num_units(); ++u)
     sums[1] += local_grad_sum_squares(model_->unit(u), *backend_.ops);
-  const bool local_ok = std::isfinite(sums[0]) && std::isfinite(sums[1]);
+  const double own_loss = sums[0];
   world_.all_reduce_sum(sums, 2);
-  require_finite(sums[0], sums[1], local_ok);
+  require_finite(own_loss, sums[0], sums[1]);
   result.loss = sums[0] / static_cast<double>(result.kept);
   result.grad_norm = std::sqrt(sums[1]);
   return result;
 }
 
 // The sums are the same on every rank, so all ranks take the same branch.
-void Engine::require_finite(double loss_sum, double sum_squares, bool local_ok) const {
+void Engine::require_finite(double own_loss, double loss_sum, double sum_squares) const {
   if (std::isfinite(loss_sum) && std::isfinite(sum_squares)) return;
-  double lowest = local_ok ? 0 : world_.size() - world_.rank();
-  world_.all_reduce_max(&lowest, 1);
   throw AgreedError(fmt::format(
-      "step {}: {} is not finite (first on rank {}); stopped before the update, the weights are those of "
+      "step {}: {} is not finite ({}); stopped before the update, the weights are those of "
       "step {}. Lower the learning rate, clip gradients, or check the data",
       steps_done_ + 1, std::isfinite(loss_sum) ? "the gradient norm" : "the loss",
-      world_.size() - static_cast<int>(lowest), steps_done_));
+      find_cause(own_loss), steps_done_));
+}
+
+// One bad weight reaches every rank with the next gather, and one bad loss every gradient with the
+// next reduction: weights are looked at first, gradients not at all.
+std::string Engine::find_cause(double own_loss) const {
+  const std::string name = bad_parameter(*model_, *backend_.ops);
+  const int holder = lowest_rank(world_, !name.empty());
+  if (holder < world_.size())
+    return fmt::format("rank {} holds a weight of {} that is not finite", holder,
+                       world_.broadcast(name, holder));
+  const int origin = lowest_rank(world_, !std::isfinite(own_loss));
+  if (origin < world_.size()) return fmt::format("first on rank {}, all weights are finite", origin);
+  return "weights and losses of all ranks are finite";
 }
 
 void Engine::update(const StepResult& result, double lr) {
   ++steps_done_;
   if (!result.updated) return;
+  ++updates_;  // what AdamW's bias correction counts
   const float scale = clip_factor(result.grad_norm, adamw_.clip);
   for (int u = 0; u < model_->num_units(); ++u)
-    adamw_update(model_->unit(u), *backend_.ops, adamw_, lr, steps_done_, scale);
+    adamw_update(model_->unit(u), *backend_.ops, adamw_, lr, updates_, scale);
 }
 
 double Engine::evaluate(const std::vector<TokenBatch>& batches) {
   const int64_t kept = count_kept(batches);
   double loss = 0;
   for (const TokenBatch& batch : batches) loss += model_->forward(batch);
+  const double own_loss = loss;
   world_.all_reduce_sum(&loss, 1);
+  if (!std::isfinite(loss))
+    throw AgreedError(fmt::format("the evaluation's loss after step {} is not finite ({})",
+                                  steps_done_, find_cause(own_loss)));
   return kept ? loss / static_cast<double>(kept) : 0.0;
 }
 

@@ -9,6 +9,7 @@
 namespace qshard {
 
 double learning_rate(const ScheduleOptions& s, int64_t step) {
+  step = std::min(step, s.total_steps);
   if (step <= s.warmup_steps)
     return s.lr * static_cast<double>(step) / static_cast<double>(s.warmup_steps);
   if (s.kind == "constant") return s.lr;

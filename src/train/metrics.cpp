@@ -7,6 +7,11 @@
 
 namespace qshard {
 
+void say_line(const std::string& text) {
+  fmt::print("{}\n", text);
+  std::fflush(stdout);
+}
+
 std::string human_bytes(double bytes) {
   constexpr const char* units[] = {"B", "kB", "MB", "GB", "TB"};
   int i = 0;
@@ -20,8 +25,10 @@ std::string human_time(double seconds) {
 }
 
 Metrics::Metrics(const Run& run)
-    : run_(run), file_(run.folder + "/metrics.jsonl"), begin_(std::chrono::steady_clock::now()) {
+    : run_(run), file_(run.folder + "/metrics.jsonl", std::ios::app), begin_(std::chrono::steady_clock::now()) {
   if (!file_) fail("cannot write {}/metrics.jsonl", run.folder);
+  if (!run.resumed_from.empty())
+    write_line(nlohmann::ordered_json{{"resumed_from", run.resumed_from}, {"step", run.first_step - 1}}.dump());
 }
 
 void Metrics::write_line(const std::string& json) {
@@ -47,10 +54,13 @@ void Metrics::step(int64_t step, const StepResult& result, double lr, const Step
   if (result.updated) train_.push_back({step, result.loss});
   interval_seconds_ += seconds;
   step_seconds_ += seconds;
-  interval_loss_ += result.loss;
   interval_steps_ += 1;
+  if (result.updated) {
+    interval_loss_ += result.loss;
+    interval_updates_ += 1;
+  }
   memory_bytes_ = timing.memory_bytes;
-  if (step == 1 || step % run_.log_every == 0 || step == run_.steps || !result.updated)
+  if (step == run_.first_step || step % run_.log_every == 0 || step == run_.steps || !result.updated)
     console_line(step, result, lr);
 }
 
@@ -60,16 +70,16 @@ void Metrics::console_line(int64_t step, const StepResult& result, double lr) {
   const double flops = run_.flops_per_step / step_s;
   // Steps so far, evaluations included, tell how long the rest takes.
   const double elapsed = step_seconds_ + eval_seconds_;
-  const double eta = elapsed / static_cast<double>(step) * static_cast<double>(run_.steps - step);
+  const double eta = elapsed / static_cast<double>(step - run_.first_step + 1) * static_cast<double>(run_.steps - step);
   const int width = static_cast<int>(std::to_string(run_.steps).size());
   fmt::print("step {:>{}}/{}  loss {:.4f}  norm {:.3f}  lr {:.2e}  {:.0f} tok/s  {:.1f} GFLOP/s ({:.0f} % of peak)"
              "  {:.1f} ms/step  ETA {}{}\n",
-             step, width, run_.steps, interval_loss_ / n, result.grad_norm, lr,
+             step, width, run_.steps, interval_loss_ / std::max(1.0, static_cast<double>(interval_updates_)), result.grad_norm, lr,
              static_cast<double>(run_.tokens_per_step) / step_s, flops / 1e9, 100 * flops / run_.peak_flops,
              step_s * 1e3, human_time(eta), result.updated ? "" : "  skipped: no label was kept");
   std::fflush(stdout);
   interval_seconds_ = interval_loss_ = 0;
-  interval_steps_ = 0;
+  interval_steps_ = interval_updates_ = 0;
 }
 
 void Metrics::evaluation(int64_t step, double val_loss, int64_t val_tokens, double seconds) {
@@ -81,6 +91,13 @@ void Metrics::evaluation(int64_t step, double val_loss, int64_t val_tokens, doub
   fmt::print("eval at step {}: held-out loss {:.4f} nats per token ({} tokens, {:.1f} s)\n", step, val_loss,
              val_tokens, seconds);
   std::fflush(stdout);
+}
+
+void Metrics::checkpoint(int64_t step, const std::string& path, int64_t bytes, double seconds) {
+  write_line(nlohmann::ordered_json{
+      {"step", step}, {"checkpoint", path}, {"checkpoint_bytes", bytes}, {"checkpoint_ms", seconds * 1e3}}.dump());
+  say("saved step {}: {}, {} in {:.2f} s, {:.2f} GB/s", step, path, human_bytes(static_cast<double>(bytes)), seconds,
+      static_cast<double>(bytes) / seconds / 1e9);
 }
 
 void Metrics::finish() {

@@ -1,5 +1,7 @@
 #include "train/train_config.h"
 
+#include <algorithm>
+
 namespace qshard {
 
 void TrainConfig::describe(OptionTable& t) {
@@ -47,6 +49,9 @@ void TrainConfig::describe(OptionTable& t) {
   t.add("train.eval_samples", train.eval_samples, "sequences of an evaluation").at_least(1).unit("sequences");
   t.add("train.out", train.out, "folder of the outputs; empty: runs/<date>-<time>");
   t.add("train.overwrite", train.overwrite, "replace the outputs of an earlier run in train.out");
+  t.add("train.stop_after", train.stop_after, "leave after this many steps of this launch, saved, as after a signal; 0: never")
+      .at_least(0)
+      .unit("steps");
   t.add("train.save_model", train.save_model, "write config.json and model.safetensors at the end");
   t.add("train.peak_gflops", train.peak_gflops, "peak of one rank for the share shown; 0: measured at start")
       .at_least(0)
@@ -75,10 +80,25 @@ void TrainConfig::describe(OptionTable& t) {
   t.add("fsdp.reduce_every_microbatch", fsdp.reduce_every_microbatch,
         "false: keep full gradients and reduce-scatter at a step's last micro-batch only");
 
+  t.section("checkpoint", "sharded HDF5 files in <train.out>/checkpoints");
+  t.add("checkpoint.every", checkpoint.every, "0: only at the end and when the run is stopped").at_least(0).unit("steps");
+  t.add("checkpoint.at_end", checkpoint.at_end, "save after the last step");
+  t.add("checkpoint.async", checkpoint.async, "write behind training, from a copy in host memory");
+  t.add("checkpoint.keep_last", checkpoint.save.keep_last, "newest checkpoints that stay; 0: all").at_least(0);
+  t.add("checkpoint.keep_every", checkpoint.save.keep_every, "steps at multiples of this stay as well; 0: none")
+      .at_least(0)
+      .unit("steps");
+  t.add("checkpoint.collective", checkpoint.save.collective, "collective MPI-IO transfers instead of independent ones");
+  t.add("checkpoint.piece_mb", checkpoint.piece_mb, "largest single transfer").at_least(1).at_most(2047).unit("MiB");
+  t.add("checkpoint.alignment_kb", checkpoint.alignment_kb, "of large datasets in the file, a stripe on Lustre")
+      .at_least(1)
+      .unit("KiB");
+  t.add("checkpoint.hints", checkpoint.save.hints, "MPI-IO hints, striping_factor=8,striping_unit=4194304");
+
   t.section("comm", "what moves between ranks");
   t.add("comm.transport", transport, "shm: shared memory in a node; mpi: plain MPI calls").one_of({"shm", "mpi"});
   t.section("device", "what computes");
-  t.add("device.backend", backend, "").one_of({"cpu"});
+  t.add("device.backend", backend, "the operators' implementation").one_of({"cpu"});
 }
 
 void TrainConfig::finish(int ranks) {
@@ -87,6 +107,8 @@ void TrainConfig::finish(int ranks) {
   adamw.decay_matrices_only = decay == "matrices";
   schedule.total_steps = train.steps;
   if (data.train.empty()) fail_usage("data.train is not set: name a token file (`qshard data tokenize` makes one)");
+  for (double beta : {adamw.beta1, adamw.beta2})
+    if (beta >= 1) fail_usage("optim.beta1 and optim.beta2 must be below 1, found {}", beta);
   if (schedule.warmup_steps > train.steps)
     fail_usage("schedule.warmup_steps {} is more than train.steps {}", schedule.warmup_steps, train.steps);
   if (schedule.min_lr > schedule.lr)
@@ -122,8 +144,35 @@ Qwen3Config TrainConfig::load_model() const {
   override_with("rms_norm_eps", model.rms_norm_eps);
   override_with("initializer_range", model.initializer_range);
   if (!model.tie_word_embeddings.empty()) json["tie_word_embeddings"] = model.tie_word_embeddings == "true";
-  if (model.rope_theta != 0) json.erase("rope_parameters");
+  // One theta, wherever the file has it; the rest of these fields stays, to be checked.
+  for (const char* field : {"rope_parameters", "rope_scaling"})
+    if (model.rope_theta != 0 && json.contains(field) && json[field].is_object())
+      json[field].erase("rope_theta");
   return Qwen3Config::from_json(json, model.config.empty() ? "the options model.*" : model.config);
+}
+
+ConfigChanges compare_runs(const nlohmann::json& saved, const nlohmann::json& now) {
+  // What changes rounding at most, or only what is reported and kept.
+  static const std::vector<std::string> ignored = {
+      "/train/micro_batch", "/train/log_every", "/train/eval_every", "/train/eval_samples", "/train/out",
+      "/train/overwrite",   "/train/save_model", "/train/peak_gflops", "/train/stop_after", "/data/val",
+      "/fsdp",              "/comm",             "/device",            "/checkpoint",       "/model/config"};
+  auto starts_with_any = [](const std::string& path, const std::vector<std::string>& prefixes) {
+    return std::any_of(prefixes.begin(), prefixes.end(), [&](const std::string& p) { return path.starts_with(p); });
+  };
+  ConfigChanges changes;
+  const nlohmann::json a = saved.flatten(), b = now.flatten();
+  for (const auto& [path, value] : b.items()) {
+    const nlohmann::json old = a.contains(path) ? a[path] : nlohmann::json();
+    if (old == value || starts_with_any(path, ignored)) continue;
+    std::string key = path.substr(1);
+    std::replace(key.begin(), key.end(), '/', '.');
+    const std::string text = fmt::format("{}: {} → {}", key, old.dump(), value.dump());
+    // Where the data lie may change, and a longer run follows the schedule of its new length.
+    const bool harmless = path == "/data/train" || path == "/data/format" || path == "/train/steps";
+    (harmless ? changes.others : changes.mathematics).push_back(text);
+  }
+  return changes;
 }
 
 }  // namespace qshard

@@ -34,30 +34,119 @@ void read_sample(const TokenFile& file, int64_t first, int64_t T, int64_t vocab,
 
 Trainer::Trainer(TrainConfig config, const nlohmann::json& settings, const std::string& table, World& world,
                  Backend& backend)
-    : config_(std::move(config)), world_(world), backend_(backend) {
+    : config_(std::move(config)), world_(world), backend_(backend), settings_(settings) {
+  install_signal_handlers();
   collectively(world_, [&] {
     config_.finish(world_.size());
     model_config_ = config_.load_model();
     open_data();
   });
+  require_same_inputs();
+  settings_["derived"] = {{"samples", sampler_->samples()}};
+  choose_checkpoint();
+  if (nothing_to_do()) return;
   prepare_outputs(settings);
   print_start(table);
 
   engine_ = std::make_unique<Engine>(model_config_, config_.fsdp, config_.adamw, config_.transport,
                                      config_.train.micro_batch, config_.train.seq, world_, backend_);
-  engine_->model().init_parameters(config_.train.seed);
+  checkpointer_ = std::make_unique<Checkpointer>(config_.checkpoint, config_.checkpoint_folder(), world_, backend_,
+                                                 engine_->model());
+  if (checkpoint_.empty())
+    engine_->model().init_parameters(config_.train.seed);
+  else
+    restore();
+  open_metrics();
+}
 
+// Sets checkpoint_, saved_ and first_step_.
+void Trainer::choose_checkpoint() {
+  const bool weights_only = config_.init == "weights-only";
+  if (config_.resume == "none") {
+    if (weights_only) fail_usage("--init weights-only takes the weights of --resume PATH, which is not given");
+    return;
+  }
+  const bool automatic = config_.resume == "auto";
+  if (automatic && config_.train.out.empty())
+    throw AgreedError("--resume auto looks in <train.out>/checkpoints: name the folder with --train.out", kExitUsage);
+  checkpoint_ = automatic ? config_.checkpoint_folder() : config_.resume;
+  int64_t is_file = std::filesystem::is_regular_file(checkpoint_);
+  if (world_.broadcast(is_file ? "file" : "", 0).empty()) {
+    const std::string folder = checkpoint_;
+    checkpoint_ = find_checkpoint(world_, folder, [](const std::string& text) { say("warning  {}", text); });
+    if (checkpoint_.empty() && !automatic) throw AgreedError(fmt::format("no checkpoint in {}", folder));
+  }
+  if (checkpoint_.empty()) {
+    if (world_.rank() == 0) say("no checkpoint in {}: starting at step 1", config_.checkpoint_folder());
+    return;
+  }
+  collectively(world_, [&] {
+    saved_ = read_checkpoint_state(checkpoint_);
+    if (!weights_only) require_compatible(saved_);
+  });
+  first_step_ = weights_only ? 1 : saved_.step + 1;
+  if (nothing_to_do() && world_.rank() == 0)
+    say("nothing to do: {} holds step {}, train.steps is {}", checkpoint_, saved_.step, config_.train.steps);
+}
+
+void Trainer::require_compatible(const CheckpointState& saved) const {
+  ConfigChanges changes = compare_runs(saved.run, settings_);
+  const ConfigChanges model = compare_runs(saved.model, model_config_.to_json());
+  changes.mathematics.insert(changes.mathematics.end(), model.mathematics.begin(), model.mathematics.end());
+  if (world_.rank() == 0)
+    for (const auto* list : {&changes.others, &changes.mathematics})
+      for (const std::string& change : *list) say("warning  differs from the saved run: {}", change);
+  if (!changes.mathematics.empty() && !config_.allow_changes)
+    fail_usage("{}: options that change the mathematics differ: {}; use the saved values, or --allow-changes",
+               checkpoint_, fmt::join(changes.mathematics, ", "));
+}
+
+void Trainer::restore() {
+  const bool weights_only = config_.init == "weights-only";
+  const auto begin = Clock::now();
+  load_checkpoint(world_, checkpoint_, checkpoint_tensors(world_, engine_->model(), weights_only), weights_only);
+  for (int u = 0; u < engine_->model().num_units(); ++u) {
+    engine_->model().unit(u).cast_to_compute();
+    engine_->model().unit(u).publish();
+  }
+  if (!weights_only) engine_->restore(saved_.step, saved_.updates);
+  if (world_.rank() == 0)
+    say("resumed  {} written by {} rank(s) in {:.2f} s: {}", checkpoint_, saved_.world_size, seconds_since(begin),
+        weights_only ? "weights only, starting at step 1" : fmt::format("going on with step {}", first_step_));
+}
+
+void Trainer::save(int64_t step) {
+  CheckpointState state;
+  state.step = step;
+  state.updates = engine_->updates();
+  state.samples = step * config_.train.global_batch;
+  state.epoch = step / sampler_->steps_per_epoch();
+  state.seed = config_.train.seed;
+  state.model = model_config_.to_json();
+  state.run = settings_;
+  checkpointer_->save(state);
+  log_save();
+}
+
+void Trainer::log_save() {
+  if (!metrics_) return;
+  if (const auto report = checkpointer_->take_report())
+    metrics_->checkpoint(report->step, report->path, report->bytes, report->seconds);
+}
+
+void Trainer::open_metrics() {
   world_.barrier();
   double peak = config_.train.peak_gflops > 0 ? config_.train.peak_gflops * 1e9
                                               : backend_.ops->measure_peak(config_.fsdp.param_dtype, 0.1);
   world_.all_reduce_sum(&peak, 1);
   const double flops = model_config_.train_flops_per_token(config_.train.seq) * static_cast<double>(config_.tokens_per_step());
-  if (world_.rank() == 0) {
-    fmt::print("product rate of all ranks together: {:.1f} GFLOP/s ({}); a step is {:.2f} GFLOP of model arithmetic\n\n",
+  collectively(world_, [&] {
+    if (world_.rank() != 0) return;
+    say("product rate of all ranks together: {:.1f} GFLOP/s ({}); a step is {:.2f} GFLOP of model arithmetic\n",
                peak / 1e9, config_.train.peak_gflops > 0 ? "given" : "measured now", flops / 1e9);
     metrics_ = std::make_unique<Metrics>(Metrics::Run{config_.train.out, config_.train.steps, config_.train.log_every,
-                                                      config_.tokens_per_step(), flops, peak});
-  }
+                                                      config_.tokens_per_step(), flops, peak, first_step_, checkpoint_});
+  });
 }
 
 void Trainer::open_data() {
@@ -75,8 +164,27 @@ void Trainer::open_data() {
   if (!config_.data.val.empty()) {
     val_file_ = open(config_.data.val);
     if (val_file_->info().tokens <= config_.train.seq)
-      fail("{}: {} tokens, an evaluation needs at least train.seq + 1 = {}", config_.data.val,
+      fail_usage("{}: {} tokens, an evaluation needs at least train.seq + 1 = {}", config_.data.val,
            val_file_->info().tokens, config_.train.seq + 1);
+  }
+}
+
+// A relative path or a file system may show each rank another file: ranks with different shapes or
+// samples would train nonsense or wait for each other.
+void Trainer::require_same_inputs() const {
+  auto describe = [](const TokenFile* file) {
+    if (!file) return std::string("none");
+    const TokenFileInfo& i = file->info();
+    return fmt::format("{} tokens, vocabulary {}, tokenizer '{}'", i.tokens, i.vocab_size, i.tokenizer);
+  };
+  const std::pair<const char*, std::string> inputs[] = {{"model", model_config_.to_json().dump()},
+                                                        {"data.train", describe(train_file_.get())},
+                                                        {"data.val", describe(val_file_.get())}};
+  for (const auto& [name, own] : inputs) {
+    const std::string first = world_.broadcast(own, 0);
+    collectively(world_, [&, &what = name, &here = own] {
+      if (here != first) fail("{} is not the same here as on rank 0: {}; rank 0: {}", what, here, first);
+    });
   }
 }
 
@@ -86,11 +194,16 @@ void Trainer::prepare_outputs(const nlohmann::json& settings) {
   collectively(world_, [&] {
     if (world_.rank() != 0) return;
     const std::filesystem::path folder = config_.train.out;
-    if (std::filesystem::exists(folder / "metrics.jsonl") && !config_.train.overwrite)
-      fail("{} holds an earlier run: choose another --train.out, or --train.overwrite true", folder.string());
     std::error_code error;
     std::filesystem::create_directories(folder, error);
     if (error) fail("cannot create {}: {}", folder.string(), error.message());
+    const bool goes_on = first_step_ > 1 && checkpoint_.starts_with(config_.checkpoint_folder());
+    for (const char* name : {"run.json", "metrics.jsonl", "config.json", "model.safetensors"}) {
+      if (goes_on || !std::filesystem::exists(folder / name)) continue;
+      if (!config_.train.overwrite)
+        fail("{} exists: choose another --train.out, or --train.overwrite true", (folder / name).string());
+      std::filesystem::remove(folder / name);
+    }
     std::ofstream file(folder / "run.json");
     file << settings.dump(2) << '\n';
     if (!file.flush()) fail("cannot write {}/run.json", folder.string());
@@ -102,44 +215,59 @@ void Trainer::print_start(const std::string& table) {
                                                world_.threads_per_rank(), world_.host()));
   if (world_.rank() != 0) return;
   const TrainOptions& t = config_.train;
-  fmt::print("{}\n", table);
-  fmt::print("model    {} parameters, {} layers; a rank holds 1/{} of each\n", model_config_.num_parameters(),
+  say("{}", table);
+  say("model    {} parameters, {} layers; a rank holds 1/{} of each", model_config_.num_parameters(),
              model_config_.num_hidden_layers, world_.size());
-  fmt::print("data     {}: {} tokens, {} samples of {} tokens, {} steps an epoch ({} samples left out of each)\n",
+  say("data     {}: {} tokens, {} samples of {} tokens, {} steps an epoch ({} samples left out of each)",
              config_.data.train, train_file_->info().tokens, sampler_->samples(), t.seq, sampler_->steps_per_epoch(),
              sampler_->dropped_per_epoch());
-  fmt::print("step     {} sequences = {} ranks × {} micro-batches × {} sequences of {} tokens\n", t.global_batch,
+  say("step     {} sequences = {} ranks × {} micro-batches × {} sequences of {} tokens", t.global_batch,
              world_.size(), config_.accumulation(world_.size()), t.micro_batch, t.seq);
-  fmt::print("numbers  parameters {}, gradients reduced as {}, sums and master weights f32\n", t.param_dtype, t.reduce_dtype);
-  fmt::print("ranks    {} on {} node(s), {}, {} thread(s) a rank, {}, transport {}\n", world_.size(), world_.nodes(),
+  say("numbers  parameters {}, gradients reduced as {}, sums and master weights f32", t.param_dtype, t.reduce_dtype);
+  say("ranks    {} on {} node(s), {}, {} thread(s) a rank, {}, transport {}", world_.size(), world_.nodes(),
              backend_.device->name(), world_.threads_per_rank(), world_.mpi_version(), config_.transport);
   if (world_.cpus() < world_.node_size())
-    fmt::print("warning  {} cpu(s) for {} ranks on this node: ranks take turns\n", world_.cpus(), world_.node_size());
+    say("warning  {} cpu(s) for {} ranks on this node: ranks take turns", world_.cpus(), world_.node_size());
   for (const std::string& rank : ranks)
-    if (world_.nodes() > 1) fmt::print("rank     {}\n", rank);
-  fmt::print("output   {}\n", t.out);
-  std::fflush(stdout);
+    if (world_.nodes() > 1) say("rank     {}", rank);
+  say("output   {}", t.out);
 }
 
-void Trainer::run() {
-  for (int64_t step = 1; step <= config_.train.steps; ++step) {
+int Trainer::run() {
+  if (nothing_to_do()) return kExitDone;
+  const int64_t steps = config_.train.steps, every = config_.checkpoint.every;
+  for (int64_t step = first_step_; step <= steps; ++step) {
     train_step(step);
-    const bool last = step == config_.train.steps;
-    const bool due = config_.train.eval_every && step % config_.train.eval_every == 0;
-    if (val_file_ && (last || due)) evaluate(step);
+    log_save();
+    const bool last = step == steps;
+    if (val_file_ && (last || (config_.train.eval_every && step % config_.train.eval_every == 0))) evaluate(step);
+    const bool leave = stop_ && !last;
+    if (leave || (last && config_.checkpoint.at_end) || (every && step % every == 0)) save(step);
+    if (leave) {
+      checkpointer_->finish();
+      log_save();
+      if (world_.rank() == 0) say("stopped after step {}, saved: go on with --resume auto --train.out {}", step, config_.train.out);
+      return kExitResume;
+    }
   }
+  checkpointer_->finish();
+  log_save();
   if (metrics_) metrics_->finish();
   if (config_.train.save_model) save_model();
+  return kExitDone;
 }
 
 void Trainer::train_step(int64_t step) {
   const Clock::time_point begin = Clock::now();
-  const std::vector<TokenBatch> batches = read_step(step);
+  std::vector<TokenBatch> batches;
+  collectively(world_, [&] { batches = read_step(step); });
   const double lr = learning_rate(config_.schedule, step);
   const StepResult result = engine_->step(batches, lr);
-  double memory = static_cast<double>(peak_memory());
-  world_.all_reduce_max(&memory, 1);
-  if (metrics_) metrics_->step(step, result, lr, {seconds_since(begin), static_cast<int64_t>(memory)});
+  const bool limit = config_.train.stop_after && step - first_step_ + 1 >= config_.train.stop_after;
+  double highest[2] = {static_cast<double>(peak_memory()), stop_requested() || limit ? 1.0 : 0.0};
+  world_.all_reduce_max(highest, 2);
+  stop_ = highest[1] > 0;
+  if (metrics_) metrics_->step(step, result, lr, {seconds_since(begin), static_cast<int64_t>(highest[0])});
 }
 
 // This rank's share of the step, see [Note: Sample order] in io/dataset.h.
@@ -160,12 +288,20 @@ std::vector<TokenBatch> Trainer::read_step(int64_t step) {
   return batches;
 }
 
-// The first eval_samples samples of the file, in order, dealt out row by row; the last batch is filled
-// up with ignored labels so that every rank runs the same number of batches.
 void Trainer::evaluate(int64_t step) {
   const Clock::time_point begin = Clock::now();
-  const int64_t T = config_.train.seq, B = config_.train.micro_batch, ranks = world_.size();
+  const int64_t T = config_.train.seq;
   const int64_t samples = std::min(config_.train.eval_samples, (val_file_->info().tokens - 1) / T);
+  std::vector<TokenBatch> batches;
+  collectively(world_, [&] { batches = read_evaluation(samples); });
+  const double loss = engine_->evaluate(batches);
+  if (metrics_) metrics_->evaluation(step, loss, samples * T, seconds_since(begin));
+}
+
+// The first samples of the file, in order, dealt out row by row; the last batch is filled up with
+// ignored labels so that every rank runs the same number of batches.
+std::vector<TokenBatch> Trainer::read_evaluation(int64_t samples) {
+  const int64_t T = config_.train.seq, B = config_.train.micro_batch, ranks = world_.size();
   const int64_t n = (samples + ranks * B - 1) / (ranks * B);
   val_ids_.assign(n * B * T, 0);
   val_labels_.assign(n * B * T, -100);
@@ -178,8 +314,7 @@ void Trainer::evaluate(int64_t step) {
         read_sample(*val_file_, sample * T, T, model_config_.vocab_size, &val_ids_[at], &val_labels_[at]);
     }
   }
-  const double loss = engine_->evaluate(batches);
-  if (metrics_) metrics_->evaluation(step, loss, samples * T, seconds_since(begin));
+  return batches;
 }
 
 void Trainer::save_model() {
@@ -192,7 +327,7 @@ void Trainer::save_model() {
     if (!file.flush()) fail("cannot write {}/config.json", config_.train.out);
   });
   if (world_.rank() == 0)
-    fmt::print("outputs in {}: metrics.jsonl, run.json, and config.json + model.safetensors for Hugging Face\n",
+    say("outputs in {}: metrics.jsonl, run.json, and config.json + model.safetensors for Hugging Face",
                config_.train.out);
 }
 

@@ -1,5 +1,6 @@
 #include "train/verify.h"
 
+#include <algorithm>
 #include <cmath>
 #include <filesystem>
 #include <fstream>
@@ -70,6 +71,38 @@ Case load_case(const VerifyOptions& options, const World& world) {
   return c;
 }
 
+// Runs fn, which reads train.json, and names the file when a field is missing or has another type.
+template <typename Fn>
+auto reading_train_json(const VerifyOptions& options, Fn fn) {
+  try {
+    return fn();
+  } catch (const json::exception& error) {
+    fail("{}/train.json: {}; expected the fields of test/reference/README.md", options.folder, error.what());
+  }
+}
+
+// Where the replay writes what it compares: the user's folder, or one that goes away.
+class OutputFolder {
+ public:
+  OutputFolder() = default;
+  OutputFolder(const OutputFolder&) = delete;
+  ~OutputFolder() {
+    std::error_code ignored;
+    if (temporary_) std::filesystem::remove_all(path_, ignored);
+  }
+  void create(const std::string& wanted) {
+    temporary_ = wanted.empty();
+    path_ = temporary_ ? (std::filesystem::temp_directory_path() / fmt::format("qshard-verify-{}", getpid())).string()
+                       : wanted;
+    std::filesystem::create_directories(path_);
+  }
+  const std::string& path() const { return path_; }
+
+ private:
+  std::string path_;
+  bool temporary_ = false;
+};
+
 AdamWOptions optimizer(const json& o) {
   AdamWOptions a;
   a.beta1 = o.at("betas").at(0);
@@ -85,7 +118,7 @@ VerifyRow compare_steps(const char* quantity, const json& results, const json& e
   VerifyRow row{quantity, 0, 0, 0, ""};
   for (size_t s = 0; s < expected.size(); ++s) {
     const double truth = expected[s].at(quantity), ours = results[s].at(quantity);
-    double error = std::abs(ours - truth) / std::abs(truth);
+    double error = ours == truth ? 0 : std::abs(ours - truth) / std::abs(truth);
     if (!std::isfinite(error)) error = INFINITY;
     if (error > row.error) row.error = error, row.where = fmt::format("step {}", s + 1);
   }
@@ -141,6 +174,8 @@ json replay(Case& c, Engine& engine, const World& world, const std::string& out,
 VerifyRow compare_files(const std::string& quantity, const std::string& ours_path, const std::string& truth_path) {
   const SafetensorsFile ours(ours_path), truth(truth_path);
   VerifyRow row{quantity, 0, 0, 0, ""};
+  for (const std::string& name : ours.names())
+    if (!truth.contains(name)) fail("{}: tensor {} is missing, nothing to compare with", truth_path, name);
   for (const std::string& name : truth.names()) {
     const int64_t n = truth[name].numel();
     if (!(ours[name].shape == truth[name].shape))
@@ -160,11 +195,34 @@ VerifyRow compare_files(const std::string& quantity, const std::string& ours_pat
   return row;
 }
 
+namespace {
+
+std::vector<VerifyRow> compare(const VerifyOptions& options, const Case& c, const json& results,
+                               const std::string& out) {
+  const json& expected = c.train.at("expected");
+  std::vector<VerifyRow> rows = {
+      compare_steps("loss", results, expected), compare_steps("grad_norm", results, expected),
+      compare_files("step1_grads", out + "/step1_grads.safetensors", options.folder + "/step1_grads.safetensors"),
+      compare_files("final", out + "/final.safetensors", options.folder + "/final.safetensors")};
+  const std::string& dtype = options.param_dtype;
+  set_limit(rows[0], c, dtype, "loss", 1e-6);
+  set_limit(rows[1], c, dtype, "grad_norm", 3e-6);
+  set_limit(rows[2], c, dtype, "step1_grads_rel_l2", 1e-5);
+  set_limit(rows[3], c, dtype, "final_rel_l2", 2e-5);
+  VerifyRow kept{"tokens", 0, 0, 0, ""};
+  for (size_t s = 0; s < expected.size(); ++s)
+    if (results[s]["tokens"] != expected[s].at("tokens")) kept.error = 1, kept.where = fmt::format("step {}", s + 1);
+  rows.push_back(kept);
+  return rows;
+}
+
+}  // namespace
+
 VerifyReport verify_reference(const VerifyOptions& options, World& world, Backend& backend) {
   Case c;
   FsdpOptions fsdp;
   AdamWOptions adamw;
-  std::string out = options.out;
+  OutputFolder folder;  // on rank 0
   float grad_scale = 1;
   std::unique_ptr<SafetensorsFile> weights;
   collectively(world, [&] {
@@ -174,43 +232,32 @@ VerifyReport verify_reference(const VerifyOptions& options, World& world, Backen
     fsdp.reduce_every_microbatch = options.reduce_every_microbatch;
     fsdp.prefetch = options.prefetch;
     c = load_case(options, world);
-    adamw = optimizer(c.train.at("optim"));
+    reading_train_json(options, [&] {
+      adamw = optimizer(c.train.at("optim"));
+      if (static_cast<int64_t>(c.train.at("expected").size()) != c.steps)
+        fail("{}/train.json: {} steps, but {} expected results", options.folder, c.steps,
+             c.train["expected"].size());
+    });
     weights = std::make_unique<SafetensorsFile>(options.folder + "/model.safetensors");
     if (world.rank() == 0) {
-      grad_scale = gradient_scale(options, c, adamw.clip);
-      if (out.empty()) out = std::filesystem::temp_directory_path() / fmt::format("qshard-verify-{}", getpid());
-      std::filesystem::create_directories(out);
+      grad_scale = reading_train_json(options, [&] { return gradient_scale(options, c, adamw.clip); });
+      folder.create(options.out);
     }
   });
   Engine engine(c.config, fsdp, adamw, options.transport, c.B, c.T, world, backend);
   import_weights(world, engine.model(), *weights);
+  const std::string& out = folder.path();
   const json results = replay(c, engine, world, out, grad_scale);
 
   VerifyReport report;
   collectively(world, [&] {
     if (world.rank() != 0) return;
-    const json& expected = c.train.at("expected");
-    report.rows = {compare_steps("loss", results, expected), compare_steps("grad_norm", results, expected),
-                   compare_files("step1_grads", out + "/step1_grads.safetensors", options.folder + "/step1_grads.safetensors"),
-                   compare_files("final", out + "/final.safetensors", options.folder + "/final.safetensors")};
-    const std::string& dtype = options.param_dtype;
-    set_limit(report.rows[0], c, dtype, "loss", 1e-6);
-    set_limit(report.rows[1], c, dtype, "grad_norm", 3e-6);
-    set_limit(report.rows[2], c, dtype, "step1_grads_rel_l2", 1e-5);
-    set_limit(report.rows[3], c, dtype, "final_rel_l2", 2e-5);
-    VerifyRow kept{"tokens", 0, 0, 0, ""};
-    for (size_t s = 0; s < expected.size(); ++s)
-      if (results[s]["tokens"] != expected[s].at("tokens")) kept.error = 1, kept.where = fmt::format("step {}", s + 1);
-    report.rows.push_back(kept);
-    report.ok = true;
-    for (const VerifyRow& row : report.rows) report.ok = report.ok && row.ok();
-    if (options.out.empty()) {
-      std::filesystem::remove_all(out);
-    } else {
-      std::ofstream file(out + "/result.json");
-      file << results.dump(1) << '\n';
-      if (!file.flush()) fail("cannot write {}/result.json", out);
-    }
+    report.rows = reading_train_json(options, [&] { return compare(options, c, results, out); });
+    report.ok = std::all_of(report.rows.begin(), report.rows.end(), [](const VerifyRow& row) { return row.ok(); });
+    if (options.out.empty()) return;
+    std::ofstream file(out + "/result.json");
+    file << results.dump(1) << '\n';
+    if (!file.flush()) fail("cannot write {}/result.json", out);
   });
   report.ok = world.broadcast(report.ok ? "ok" : "failed", 0) == "ok";
   return report;
