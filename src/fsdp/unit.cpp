@@ -89,7 +89,10 @@ Tensor Unit::grad(int i) const {
   return Tensor(full_grad_ + layout_[i].offset, DType::f32, layout_.params()[i].shape);
 }
 
-void Unit::keep_grad() { grad_kept_ = true; }
+void Unit::keep_grad() {
+  QS_CHECK(full_grad_, "unit {}: keep_grad without a gradient", name_);
+  grad_kept_ = true;
+}
 
 void Unit::reduce() {
   QS_CHECK(full_grad_ && !reducing_, "unit {}: reduce without a gradient", name_);

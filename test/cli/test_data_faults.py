@@ -1,6 +1,4 @@
 """Token files that a run cannot use: found before or while training, by whichever rank."""
-import struct
-
 import cli
 import runs
 
@@ -11,13 +9,13 @@ def refused(tmp, *texts, ranks=4, rc=1, **values):
 
 def test_fewer_samples_than_a_step(tmp):
     runs.start_files(tmp, count=3 * 8 + 1)
-    refused(tmp, "train.bin", "3", "12")
+    refused(tmp, "train.bin", "3 samples", "12", rc=2)
 
 
 def test_validation_shorter_than_a_sample(tmp):
     runs.start_files(tmp)
     runs.tokens(tmp / "val.bin", 8)
-    refused(tmp, "val.bin", "8 tokens", "9", data__val=tmp / "val.bin")
+    refused(tmp, "val.bin", "8 tokens", "9", rc=2, data__val=tmp / "val.bin")
 
 
 def test_empty_and_missing_files(tmp):
@@ -34,9 +32,12 @@ def test_raw_file_is_not_guessed(tmp):
 
 def test_vocabulary_of_the_file_is_larger_than_the_models(tmp):
     runs.model(tmp)
-    header = struct.pack("<256i", 20240520, 1, 3000, *[0] * 253)  # llm.c, GPT-2
-    (tmp / "gpt2.bin").write_bytes(header + struct.pack("<3000H", *[5] * 3000))
-    refused(tmp, "gpt2.bin", "50257", "61", data__train=tmp / "gpt2.bin", data__format="auto")
+    runs.tokens(tmp / "ids.bin", 3000)
+    cli.expect(cli.qshard("data", "import", "--from", tmp / "ids.bin", "--format", "raw-u32",
+                          "--vocab-size", 62, "--out", tmp / "train.h5"))
+    refused(tmp, "train.h5", "62", "61", data__train=tmp / "train.h5", data__format="auto")
+    runs.model(tmp, vocab_size=62)
+    cli.expect(runs.train(tmp, 2, data__train=tmp / "train.h5", data__format="auto"))
 
 
 def test_token_outside_the_vocabulary(tmp):

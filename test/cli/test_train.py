@@ -172,7 +172,7 @@ def test_settings_as_json(tmp):
 def test_help_is_printed_once(tmp):
     result = cli.qshard("train", "--help", ranks=3, cwd=tmp)
     cli.expect(result, out="--train.global_batch")
-    assert result.out.count("--train.global_batch ") == 1, result
+    assert result.out.count("--train.global_batch INT") == 1, result
 
 
 if __name__ == "__main__":

@@ -148,7 +148,7 @@ def test_planted_optimizer_setting(tmp):
     folder = copy(tmp)
 
     def change(case):
-        case["optim"]["betas"][1] = 0.951
+        case["optim"]["weight_decay"] *= 2
     edit_json(folder / "train.json", change)
     expect_failed(folder, "final")
 
