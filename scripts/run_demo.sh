@@ -21,16 +21,40 @@ if [ ! -e "$folder/train.h5" ] || [ ! -e "$folder/val.h5" ]; then
   echo
 fi
 
-command=(scripts/mpirun.sh -n "$ranks" "$qshard" train --config data/configs/demo.json "$@")
-printf '$ %s\n' "${command[*]}"
-"${command[@]}"
+# Options that this script needs to know; the last one given counts.
+steps=600 out=
+for ((i = 1; i < $#; i++)); do
+  next=$((i + 1))
+  case ${!i} in
+    --train.steps) steps=${!next} ;;
+    --train.out) out=${!next} ;;
+  esac
+done
+out=${out:-$folder/$(date +%Y%m%d-%H%M%S)}
+again=$((ranks > 1 ? ranks / 2 : 1))
+
+train() {
+  local n=$1
+  shift
+  local command=(scripts/mpirun.sh -q -n "$n" "$qshard" train --config data/configs/demo.json --train.out "$out" "$@")
+  printf '$ %s\n' "${command[*]}"
+  "${command[@]}"
+}
+
+# A run that is stopped, as by a job's time limit, saves itself and says so with exit code 75; it goes
+# on from its checkpoint on another number of ranks with the same curve.
+stopped=0
+train "$ranks" --train.stop_after $((steps * 3 / 4)) "$@" || stopped=$?
+if [ $stopped -ne 75 ]; then exit $stopped; fi
+printf '\nStopped after three quarters; now on %s rank(s), from the checkpoint:\n' "$again"
+train "$again" --resume auto "$@"
 
 cat <<END
 
 Next:
-  make run RANKS=2                                    the same curve on another number of ranks
-  make run ARGS="--train.param_dtype bf16"            gather and compute in bf16
-  make run ARGS="--train.steps 2000 --optim.lr 1e-3"  longer
-  make help                                           tests, benchmarks, build variables
+  make run ARGS="--train.param_dtype f32"                compute in f32 instead of bf16
+  make run ARGS="--train.steps 2000 --optim.lr 2e-3"     longer
+  $qshard data tokenize --help                      your own texts
   $qshard train --help
+  make help                                              tests, benchmarks, build variables
 END

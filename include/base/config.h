@@ -68,8 +68,9 @@ class OptionTable {
   void add_to(CLI::App& app);
 
   nlohmann::json to_json() const;  // nested by section, every option
-  std::string to_table()
-      const;  // aligned text: key, value, unit, doc; changed values marked with *
+  // Values by section, at most 100 columns wide; changed ones marked with *, options that are unset
+  // (empty or 0 by default) left out.
+  std::string to_table() const;
 
  private:
   struct Section {

@@ -37,9 +37,10 @@ class Metrics {
   void step(int64_t step, const StepResult& result, double lr, const StepTiming& timing);
   void evaluation(int64_t step, double val_loss, int64_t val_tokens, double seconds);
   void checkpoint(int64_t step, const std::string& path, int64_t bytes, double seconds);
-  void finish();  // loss curve and summary of this launch
+  void finish();  // loss curve of the whole run, summary of this launch
 
  private:
+  void read_earlier_steps();
   void write_line(const std::string& json);
   void console_line(int64_t step, const StepResult& result, double lr);
 
@@ -52,7 +53,7 @@ class Metrics {
   std::chrono::steady_clock::time_point begin_;
   std::vector<Point> train_, val_;
   double interval_seconds_ = 0, interval_loss_ = 0, step_seconds_ = 0, eval_seconds_ = 0;
-  int64_t interval_steps_ = 0, interval_updates_ = 0, memory_bytes_ = 0;
+  int64_t steps_run_ = 0, interval_steps_ = 0, interval_updates_ = 0, memory_bytes_ = 0;
 };
 
 // 72 columns × 14 rows: training loss as dots, evaluations as o. Empty when there are no points.

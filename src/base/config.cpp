@@ -264,20 +264,25 @@ json OptionTable::to_json() const {
 }
 
 std::string OptionTable::to_table() const {
-  size_t key_width = 0, value_width = 0, unit_width = 0;
-  for (const auto& option : options_) {
-    key_width = std::max(key_width, option->key.size());
-    value_width = std::max(value_width, text_of(option->get()).size());
-    unit_width = std::max(unit_width, option->unit_name.size());
-  }
+  constexpr size_t kWidth = 100, kIndent = 12;
   std::string table;
-  for (const auto& option : options_) {
-    const json value = option->get();
-    std::string line = fmt::format(
-        "{} {:<{}}  {:<{}}  {:<{}}  {}", value == option->default_value ? ' ' : '*', option->key,
-        key_width, text_of(value), value_width, option->unit_name, unit_width, option->doc);
-    line.erase(line.find_last_not_of(' ') + 1);
-    table += line + '\n';
+  for (const Section& section : sections_) {
+    std::string line = fmt::format("{:<{}}", section.name, kIndent);
+    for (const auto& option : options_) {
+      if (!option->key.starts_with(section.name + ".")) continue;
+      const json value = option->get();
+      const bool changed = value != option->default_value;
+      if (!changed && (value == json("") || value == json(0) || value == json(0.0))) continue;
+      const std::string unit = option->unit_name.empty() ? "" : " " + option->unit_name;
+      const std::string item = fmt::format("{}{} {}{}", changed ? "*" : "", last_part(option->key),
+                                           text_of(value), unit);
+      if (line.size() > kIndent && line.size() + 3 + item.size() > kWidth) {
+        table += line + '\n';
+        line = std::string(kIndent, ' ');
+      }
+      line += (line.size() > kIndent ? " · " : "") + item;
+    }
+    if (line.size() > kIndent) table += line + '\n';
   }
   return table;
 }

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
+#include <map>
 #include <nlohmann/json.hpp>
 
 namespace qshard {
@@ -27,8 +28,23 @@ std::string human_time(double seconds) {
 Metrics::Metrics(const Run& run)
     : run_(run), file_(run.folder + "/metrics.jsonl", std::ios::app), begin_(std::chrono::steady_clock::now()) {
   if (!file_) fail("cannot write {}/metrics.jsonl", run.folder);
-  if (!run.resumed_from.empty())
-    write_line(nlohmann::ordered_json{{"resumed_from", run.resumed_from}, {"step", run.first_step - 1}}.dump());
+  if (run.resumed_from.empty()) return;
+  read_earlier_steps();
+  write_line(nlohmann::ordered_json{{"resumed_from", run.resumed_from}, {"step", run.first_step - 1}}.dump());
+}
+
+// What earlier launches of this run wrote, for the loss curve.
+void Metrics::read_earlier_steps() {
+  std::ifstream lines(run_.folder + "/metrics.jsonl");
+  std::map<int64_t, double> train, val;  // where a step appears twice, the later line counts
+  for (std::string line; std::getline(lines, line);) {
+    const nlohmann::json j = nlohmann::json::parse(line, nullptr, false);
+    if (j.is_discarded() || !j.contains("step") || j["step"] >= run_.first_step) continue;
+    if (j.contains("loss") && !j.contains("skipped")) train[j["step"]] = j["loss"];
+    if (j.contains("val_loss")) val[j["step"]] = j["val_loss"];
+  }
+  for (const auto& [step, loss] : train) train_.push_back({step, loss});
+  for (const auto& [step, loss] : val) val_.push_back({step, loss});
 }
 
 void Metrics::write_line(const std::string& json) {
@@ -55,6 +71,7 @@ void Metrics::step(int64_t step, const StepResult& result, double lr, const Step
   interval_seconds_ += seconds;
   step_seconds_ += seconds;
   interval_steps_ += 1;
+  steps_run_ += 1;
   if (result.updated) {
     interval_loss_ += result.loss;
     interval_updates_ += 1;
@@ -107,9 +124,9 @@ void Metrics::finish() {
   for (const Point& p : val_) val_steps.push_back(static_cast<double>(p.step)), val_losses.push_back(p.loss);
   fmt::print("\n{}\n", plot_losses(steps, losses, val_steps, val_losses));
   fmt::print("{} steps, {} tokens in {} ({} training, {} evaluation): {:.0f} tokens/s, largest rank {} of memory\n",
-             run_.steps, run_.steps * run_.tokens_per_step, human_time(total), human_time(step_seconds_),
+             steps_run_, steps_run_ * run_.tokens_per_step, human_time(total), human_time(step_seconds_),
              human_time(eval_seconds_),
-             static_cast<double>(train_.size()) * static_cast<double>(run_.tokens_per_step) / step_seconds_,
+             static_cast<double>(steps_run_ * run_.tokens_per_step) / step_seconds_,
              human_bytes(static_cast<double>(memory_bytes_)));
   if (!val_.empty()) fmt::print("held-out loss {:.4f} nats per token\n", val_.back().loss);
 }
