@@ -31,7 +31,8 @@ void Prefetch::begin_backward(MicroBatch micro) {
 
 void Prefetch::enter_backward(int l) {
   layers_[l]->wait();
-  for (int next = l - 1; next >= 0 && next >= l - options_.prefetch; --next) layers_[next]->gather();
+  for (int next = l - 1; next >= 0 && next >= l - options_.prefetch; --next)
+    layers_[next]->gather();
   layers_[l]->begin_grad();
 }
 

@@ -48,7 +48,8 @@ void Unit::attach() {
     master_ = split(master_buffer_, true);
   } else {
     for (int i = 0; i < size(); ++i)
-      master_.push_back(collectives_.shard(id_, i).row_range(0, layout_[i].numel_of(world_.rank())));
+      master_.push_back(
+          collectives_.shard(id_, i).row_range(0, layout_[i].numel_of(world_.rank())));
   }
 }
 
@@ -131,7 +132,8 @@ void Unit::init_parameters(uint64_t seed, float std) {
 
 void Unit::cast_to_compute() {
   for (int i = 0; i < size(); ++i)
-    if (Tensor shard = compute_shard(i); shard && shard.numel()) backend_.ops->cast(master_[i], shard);
+    if (Tensor shard = compute_shard(i); shard && shard.numel())
+      backend_.ops->cast(master_[i], shard);
 }
 
 void Unit::publish() { collectives_.publish(id_); }

@@ -14,16 +14,22 @@ struct LinearGroup {
   const Unit& unit;
   std::vector<int> params;
 
-  std::vector<Tensor> weights() const { return merged([&](int i) { return unit.param(i); }); }
-  std::vector<Tensor> gradients() const { return merged([&](int i) { return unit.grad(i); }); }
+  std::vector<Tensor> weights() const {
+    return merged([&](int i) { return unit.param(i); });
+  }
+  std::vector<Tensor> gradients() const {
+    return merged([&](int i) { return unit.grad(i); });
+  }
 
   void forward(Tensor x, Tensor y) const {
     each(weights(), y, [&](Tensor w, Tensor part, bool) { ops.linear(x, w, part); });
   }
   void backward(Tensor dy, Tensor x, Tensor dx) const {
     const bool accumulate = unit.grad_accumulates();
-    each(gradients(), dy, [&](Tensor dw, Tensor part, bool) { ops.linear_wgrad(part, x, dw, accumulate); });
-    each(weights(), dy, [&](Tensor w, Tensor part, bool first) { ops.linear_dgrad(part, w, dx, !first); });
+    each(gradients(), dy,
+         [&](Tensor dw, Tensor part, bool) { ops.linear_wgrad(part, x, dw, accumulate); });
+    each(weights(), dy,
+         [&](Tensor w, Tensor part, bool first) { ops.linear_dgrad(part, w, dx, !first); });
   }
 
  private:
@@ -47,11 +53,18 @@ struct LinearGroup {
 }  // namespace
 
 LayerShape::LayerShape(const Qwen3Config& c, int64_t batch, int64_t seq)
-    : B(batch), T(seq), N(batch * seq), C(c.hidden_size), H(c.num_attention_heads),
-      K(c.num_key_value_heads), D(c.head_dim), F(c.intermediate_size),
+    : B(batch),
+      T(seq),
+      N(batch * seq),
+      C(c.hidden_size),
+      H(c.num_attention_heads),
+      K(c.num_key_value_heads),
+      D(c.head_dim),
+      F(c.intermediate_size),
       eps(static_cast<float>(c.rms_norm_eps)) {}
 
-LayerActivations::LayerActivations(const LayerShape& s, DType P, Device& device, const std::string& name) {
+LayerActivations::LayerActivations(const LayerShape& s, DType P, Device& device,
+                                   const std::string& name) {
   auto allocate = [&](DType dtype, Shape shape, const char* what) {
     return Buffer(device, dtype, shape, Segment::activations, name + "." + what);
   };
@@ -94,28 +107,28 @@ LayerWorkspace::LayerWorkspace(const LayerShape& s, DType P, double rope_theta, 
   device.copy(rope->data, table.data(), rope->bytes());
 }
 
-void layer_forward(Ops& ops, const LayerShape& s, const Unit& unit, LayerActivations& a, LayerWorkspace& w,
-                   Tensor out) {
+void layer_forward(Ops& ops, const LayerShape& s, const Unit& unit, LayerActivations& a,
+                   LayerWorkspace& w, Tensor out) {
   const int64_t HD = s.H * s.D, KD = s.K * s.D;
   const Tensor& qkv = a.qkv;
   const Tensor& qk = a.qk;
 
-  ops.rms_norm(a.x, unit.param(kInputNorm), s.eps, a.normed1, a.rstd1);                  // [N,C]
-  LinearGroup{ops, unit, {kQProj, kKProj, kVProj}}.forward(a.normed1, qkv);              // [N,(H+2K)D]
+  ops.rms_norm(a.x, unit.param(kInputNorm), s.eps, a.normed1, a.rstd1);      // [N,C]
+  LinearGroup{ops, unit, {kQProj, kKProj, kVProj}}.forward(a.normed1, qkv);  // [N,(H+2K)D]
   ops.qk_norm_rope(qkv.col_range(0, HD + KD), unit.param(kQNorm), unit.param(kKNorm), w.rope, s.eps,
-                   s.attention(), qk, a.rstd_qk);                                        // [N,(H+K)D]
+                   s.attention(), qk, a.rstd_qk);  // [N,(H+K)D]
   ops.attention(qk.col_range(0, HD), qk.col_range(HD, HD + KD), qkv.col_range(HD + KD, HD + 2 * KD),
-                s.attention(), a.att, a.lse);                                            // [N,H·D]
-  ops.linear(a.att, unit.param(kOProj), w.delta);                                        // [N,C]
+                s.attention(), a.att, a.lse);      // [N,H·D]
+  ops.linear(a.att, unit.param(kOProj), w.delta);  // [N,C]
   ops.add_rms_norm(a.x, w.delta, unit.param(kPostNorm), s.eps, a.mid, a.normed2, a.rstd2);
-  LinearGroup{ops, unit, {kGateProj, kUpProj}}.forward(a.normed2, a.gate_up);            // [N,2F]
-  ops.swiglu(a.gate_up, a.act);                                                          // [N,F]
-  ops.linear(a.act, unit.param(kDownProj), w.delta);                                     // [N,C]
+  LinearGroup{ops, unit, {kGateProj, kUpProj}}.forward(a.normed2, a.gate_up);  // [N,2F]
+  ops.swiglu(a.gate_up, a.act);                                                // [N,F]
+  ops.linear(a.act, unit.param(kDownProj), w.delta);                           // [N,C]
   ops.add(a.mid, w.delta, out);
 }
 
-void layer_backward(Ops& ops, const LayerShape& s, const Unit& unit, LayerActivations& a, LayerWorkspace& w,
-                    Tensor d_res, Tensor d_res_p) {
+void layer_backward(Ops& ops, const LayerShape& s, const Unit& unit, LayerActivations& a,
+                    LayerWorkspace& w, Tensor d_res, Tensor d_res_p) {
   const int64_t HD = s.H * s.D, KD = s.K * s.D;
   const Tensor& qkv = a.qkv;
   const Tensor& qk = a.qk;
@@ -131,12 +144,14 @@ void layer_backward(Ops& ops, const LayerShape& s, const Unit& unit, LayerActiva
                     unit.grad(kPostNorm), accumulate);
   // Attention
   LinearGroup{ops, unit, {kOProj}}.backward(d_res_p, a.att, w.d_att);
-  ops.attention_grad(qk.col_range(0, HD), qk.col_range(HD, HD + KD), qkv.col_range(HD + KD, HD + 2 * KD),
-                     a.att, w.d_att, a.lse, s.attention(), d_qkv.col_range(0, HD),
-                     d_qkv.col_range(HD, HD + KD), d_qkv.col_range(HD + KD, HD + 2 * KD));
+  ops.attention_grad(qk.col_range(0, HD), qk.col_range(HD, HD + KD),
+                     qkv.col_range(HD + KD, HD + 2 * KD), a.att, w.d_att, a.lse, s.attention(),
+                     d_qkv.col_range(0, HD), d_qkv.col_range(HD, HD + KD),
+                     d_qkv.col_range(HD + KD, HD + 2 * KD));
   const Tensor d_qk = d_qkv.col_range(0, HD + KD);
-  ops.qk_norm_rope_grad(d_qk, qkv.col_range(0, HD + KD), unit.param(kQNorm), unit.param(kKNorm), w.rope,
-                        a.rstd_qk, s.attention(), d_qk, unit.grad(kQNorm), unit.grad(kKNorm), accumulate);
+  ops.qk_norm_rope_grad(d_qk, qkv.col_range(0, HD + KD), unit.param(kQNorm), unit.param(kKNorm),
+                        w.rope, a.rstd_qk, s.attention(), d_qk, unit.grad(kQNorm),
+                        unit.grad(kKNorm), accumulate);
   LinearGroup{ops, unit, {kQProj, kKProj, kVProj}}.backward(d_qkv, a.normed1, w.d_norm);
   ops.rms_norm_grad(w.d_norm, a.x, unit.param(kInputNorm), a.rstd1, d_res, d_res_copy,
                     unit.grad(kInputNorm), accumulate);

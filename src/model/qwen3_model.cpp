@@ -26,12 +26,13 @@ Qwen3Model::Qwen3Model(const Qwen3Config& config, const FsdpOptions& options, in
       ops_(*backend.ops),
       head_chunk_(even_chunk(shape_.N, config.vocab_size)) {
   const bool own_grad = !options.reduce_every_microbatch;
-  root_ = std::make_unique<Unit>("root", root_params(config), true, true, options, world, backend, collectives);
+  root_ = std::make_unique<Unit>("root", root_params(config), true, true, options, world, backend,
+                                 collectives);
   std::vector<Unit*> order;
   for (int64_t l = 0; l < config.num_hidden_layers; ++l) {
     layers_.push_back(std::make_unique<Unit>(fmt::format("layers.{}", l), layer_params(config, l),
-                                             !options.reshard_after_forward, own_grad, options, world,
-                                             backend, collectives));
+                                             !options.reshard_after_forward, own_grad, options,
+                                             world, backend, collectives));
     order.push_back(layers_.back().get());
   }
   collectives.finish_setup();
@@ -40,7 +41,8 @@ Qwen3Model::Qwen3Model(const Qwen3Config& config, const FsdpOptions& options, in
 
   Device& device = *backend.device;
   const LayerShape& s = shape_;
-  for (const auto& layer : layers_) activations_.emplace_back(s, param_dtype_, device, layer->name());
+  for (const auto& layer : layers_)
+    activations_.emplace_back(s, param_dtype_, device, layer->name());
   workspace_ = std::make_unique<LayerWorkspace>(s, param_dtype_, config.rope_theta, device);
   auto allocate = [&](DType dtype, Shape shape, Segment segment, const char* what) {
     return Buffer(device, dtype, shape, segment, what);
@@ -102,14 +104,16 @@ double Qwen3Model::forward_backward(TokenBatch batch, float loss_scale, MicroBat
   const Tensor d_res = d_res_, d_res_p = param_dtype_ == DType::f32 ? d_res_ : d_res_p_;
   backend_.device->zero(d_res.data, d_res.bytes());
   ops_.rms_norm_grad(workspace_->d_norm, final_, root_->param(kFinalNorm), final_rstd_, d_res,
-                     d_res_p.data == d_res.data ? Tensor() : d_res_p, root_->grad(kFinalNorm), accumulate);
+                     d_res_p.data == d_res.data ? Tensor() : d_res_p, root_->grad(kFinalNorm),
+                     accumulate);
   for (int l = static_cast<int>(layers_.size()) - 1; l >= 0; --l) {
     prefetch_->enter_backward(l);
     layer_backward(ops_, shape_, *layers_[l], activations_[l], *workspace_, d_res, d_res_p);
     prefetch_->leave_backward(l);
   }
   const Tensor d_embed = root_->grad(kEmbedTokens);
-  if (!config_.tie_word_embeddings && !accumulate) backend_.device->zero(d_embed.data, d_embed.bytes());
+  if (!config_.tie_word_embeddings && !accumulate)
+    backend_.device->zero(d_embed.data, d_embed.bytes());
   ops_.embedding_grad(ids_, d_res, d_embed);
   prefetch_->end_backward();
   return loss;
@@ -118,7 +122,8 @@ double Qwen3Model::forward_backward(TokenBatch batch, float loss_scale, MicroBat
 // Head and cross-entropy, chunk by chunk, so that at most head_chunk() rows of logits exist.
 double Qwen3Model::head(float loss_scale, bool backward) {
   const int64_t V = config_.vocab_size;
-  const Tensor weight = head_weight(false), normed = final_normed_, labels = labels_, losses = losses_;
+  const Tensor weight = head_weight(false), normed = final_normed_, labels = labels_,
+               losses = losses_;
   bool accumulate = backward && root_->grad_accumulates();
   for (int64_t begin = 0; begin < shape_.N; begin += head_chunk_) {
     const int64_t end = std::min(begin + head_chunk_, shape_.N);
@@ -128,8 +133,8 @@ double Qwen3Model::head(float loss_scale, bool backward) {
     Tensor d_logits(logits.data, param_dtype_, logits.shape);
     d_logits.ld = V * static_cast<int64_t>(sizeof(float) / dtype_size(param_dtype_));
     ops_.linear(x, weight, logits);
-    ops_.cross_entropy(logits, labels.row_range(begin, end), loss_scale, backward ? d_logits : Tensor(),
-                       losses.row_range(begin, end));
+    ops_.cross_entropy(logits, labels.row_range(begin, end), loss_scale,
+                       backward ? d_logits : Tensor(), losses.row_range(begin, end));
     if (!backward) continue;
     ops_.linear_wgrad(d_logits, x, head_weight(true), accumulate);
     ops_.linear_dgrad(d_logits, weight, workspace_->d_norm.tensor().row_range(begin, end), false);

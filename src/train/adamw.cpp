@@ -15,13 +15,18 @@ float clip_factor(double grad_norm, double clip) {
   return static_cast<float>(std::min(1.0, clip / (grad_norm + 1e-6)));
 }
 
-void adamw_update(Unit& unit, Ops& ops, const AdamWOptions& o, double lr, int64_t step, float grad_scale) {
+void adamw_update(Unit& unit, Ops& ops, const AdamWOptions& o, double lr, int64_t step,
+                  float grad_scale) {
   for (int i = 0; i < unit.size(); ++i) {
     if (unit.master(i).numel() == 0) continue;
     const bool decays = unit.layout().params()[i].is_matrix() || !o.decay_matrices_only;
-    const AdamWStep s{static_cast<float>(lr), static_cast<float>(o.beta1), static_cast<float>(o.beta2),
-                      static_cast<float>(o.eps), decays ? static_cast<float>(o.weight_decay) : 0.0f,
-                      step, grad_scale};
+    const AdamWStep s{static_cast<float>(lr),
+                      static_cast<float>(o.beta1),
+                      static_cast<float>(o.beta2),
+                      static_cast<float>(o.eps),
+                      decays ? static_cast<float>(o.weight_decay) : 0.0f,
+                      step,
+                      grad_scale};
     ops.adamw(unit.master(i), unit.grad_shard(i), unit.exp_avg(i), unit.exp_avg_sq(i),
               unit.compute_shard(i), s);
   }

@@ -52,7 +52,8 @@ StepResult Engine::compute_gradients(const std::vector<TokenBatch>& micro_batche
     result.updated = false;
     return result;
   }
-  const float scale = static_cast<float>(static_cast<double>(world_.size()) / static_cast<double>(result.kept));
+  const float scale =
+      static_cast<float>(static_cast<double>(world_.size()) / static_cast<double>(result.kept));
   const size_t n = micro_batches.size();
   double sums[2] = {0, 0};  // loss, squared gradient
   for (size_t a = 0; a < n; ++a)
@@ -86,7 +87,8 @@ std::string Engine::find_cause(double own_loss) const {
     return fmt::format("rank {} holds a weight of {} that is not finite", holder,
                        world_.broadcast(name, holder));
   const int origin = lowest_rank(world_, !std::isfinite(own_loss));
-  if (origin < world_.size()) return fmt::format("first on rank {}, all weights are finite", origin);
+  if (origin < world_.size())
+    return fmt::format("first on rank {}, all weights are finite", origin);
   return "weights and losses of all ranks are finite";
 }
 

@@ -26,11 +26,15 @@ std::string human_time(double seconds) {
 }
 
 Metrics::Metrics(const Run& run)
-    : run_(run), file_(run.folder + "/metrics.jsonl", std::ios::app), begin_(std::chrono::steady_clock::now()) {
+    : run_(run),
+      file_(run.folder + "/metrics.jsonl", std::ios::app),
+      begin_(std::chrono::steady_clock::now()) {
   if (!file_) fail("cannot write {}/metrics.jsonl", run.folder);
   if (run.resumed_from.empty()) return;
   read_earlier_steps();
-  write_line(nlohmann::ordered_json{{"resumed_from", run.resumed_from}, {"step", run.first_step - 1}}.dump());
+  write_line(
+      nlohmann::ordered_json{{"resumed_from", run.resumed_from}, {"step", run.first_step - 1}}
+          .dump());
 }
 
 // What earlier launches of this run wrote, for the loss curve.
@@ -55,16 +59,17 @@ void Metrics::write_line(const std::string& json) {
 void Metrics::step(int64_t step, const StepResult& result, double lr, const StepTiming& timing) {
   const double seconds = timing.seconds;
   const double flops = run_.flops_per_step / seconds;
-  nlohmann::ordered_json line = {{"step", step},
-                                 {"loss", result.loss},
-                                 {"grad_norm", result.grad_norm},
-                                 {"lr", lr},
-                                 {"tokens", step * run_.tokens_per_step},
-                                 {"tokens_per_s", static_cast<double>(run_.tokens_per_step) / seconds},
-                                 {"step_ms", seconds * 1e3},
-                                 {"model_flops_per_s", flops},
-                                 {"peak_share", flops / run_.peak_flops},
-                                 {"memory_bytes", timing.memory_bytes}};
+  nlohmann::ordered_json line = {
+      {"step", step},
+      {"loss", result.loss},
+      {"grad_norm", result.grad_norm},
+      {"lr", lr},
+      {"tokens", step * run_.tokens_per_step},
+      {"tokens_per_s", static_cast<double>(run_.tokens_per_step) / seconds},
+      {"step_ms", seconds * 1e3},
+      {"model_flops_per_s", flops},
+      {"peak_share", flops / run_.peak_flops},
+      {"memory_bytes", timing.memory_bytes}};
   if (!result.updated) line["skipped"] = "no label was kept";
   write_line(line.dump());
   if (result.updated) train_.push_back({step, result.loss});
@@ -77,7 +82,8 @@ void Metrics::step(int64_t step, const StepResult& result, double lr, const Step
     interval_updates_ += 1;
   }
   memory_bytes_ = timing.memory_bytes;
-  if (step == run_.first_step || step % run_.log_every == 0 || step == run_.steps || !result.updated)
+  if (step == run_.first_step || step % run_.log_every == 0 || step == run_.steps ||
+      !result.updated)
     console_line(step, result, lr);
 }
 
@@ -87,52 +93,69 @@ void Metrics::console_line(int64_t step, const StepResult& result, double lr) {
   const double flops = run_.flops_per_step / step_s;
   // Steps so far, evaluations included, tell how long the rest takes.
   const double elapsed = step_seconds_ + eval_seconds_;
-  const double eta = elapsed / static_cast<double>(step - run_.first_step + 1) * static_cast<double>(run_.steps - step);
+  const double eta = elapsed / static_cast<double>(step - run_.first_step + 1) *
+                     static_cast<double>(run_.steps - step);
   const int width = static_cast<int>(std::to_string(run_.steps).size());
-  fmt::print("step {:>{}}/{}  loss {:.4f}  norm {:.3f}  lr {:.2e}  {:.0f} tok/s  {:.1f} GFLOP/s ({:.0f} % of peak)"
-             "  {:.1f} ms/step  ETA {}{}\n",
-             step, width, run_.steps, interval_loss_ / std::max(1.0, static_cast<double>(interval_updates_)), result.grad_norm, lr,
-             static_cast<double>(run_.tokens_per_step) / step_s, flops / 1e9, 100 * flops / run_.peak_flops,
-             step_s * 1e3, human_time(eta), result.updated ? "" : "  skipped: no label was kept");
+  fmt::print(
+      "step {:>{}}/{}  loss {:.4f}  norm {:.3f}  lr {:.2e}  {:.0f} tok/s  {:.1f} GFLOP/s ({:.0f} % "
+      "of peak)"
+      "  {:.1f} ms/step  ETA {}{}\n",
+      step, width, run_.steps,
+      interval_loss_ / std::max(1.0, static_cast<double>(interval_updates_)), result.grad_norm, lr,
+      static_cast<double>(run_.tokens_per_step) / step_s, flops / 1e9,
+      100 * flops / run_.peak_flops, step_s * 1e3, human_time(eta),
+      result.updated ? "" : "  skipped: no label was kept");
   std::fflush(stdout);
   interval_seconds_ = interval_loss_ = 0;
   interval_steps_ = interval_updates_ = 0;
 }
 
 void Metrics::evaluation(int64_t step, double val_loss, int64_t val_tokens, double seconds) {
-  const nlohmann::ordered_json line = {{"step", step}, {"val_loss", val_loss}, {"val_tokens", val_tokens},
+  const nlohmann::ordered_json line = {{"step", step},
+                                       {"val_loss", val_loss},
+                                       {"val_tokens", val_tokens},
                                        {"val_ms", seconds * 1e3}};
   write_line(line.dump());
   val_.push_back({step, val_loss});
   eval_seconds_ += seconds;
-  fmt::print("eval at step {}: held-out loss {:.4f} nats per token ({} tokens, {:.1f} s)\n", step, val_loss,
-             val_tokens, seconds);
+  fmt::print("eval at step {}: held-out loss {:.4f} nats per token ({} tokens, {:.1f} s)\n", step,
+             val_loss, val_tokens, seconds);
   std::fflush(stdout);
 }
 
 void Metrics::checkpoint(int64_t step, const std::string& path, int64_t bytes, double seconds) {
-  write_line(nlohmann::ordered_json{
-      {"step", step}, {"checkpoint", path}, {"checkpoint_bytes", bytes}, {"checkpoint_ms", seconds * 1e3}}.dump());
-  say("saved step {}: {}, {} in {:.2f} s, {:.2f} GB/s", step, path, human_bytes(static_cast<double>(bytes)), seconds,
-      static_cast<double>(bytes) / seconds / 1e9);
+  write_line(nlohmann::ordered_json{{"step", step},
+                                    {"checkpoint", path},
+                                    {"checkpoint_bytes", bytes},
+                                    {"checkpoint_ms", seconds * 1e3}}
+                 .dump());
+  say("saved step {}: {}, {} in {:.2f} s, {:.2f} GB/s", step, path,
+      human_bytes(static_cast<double>(bytes)), seconds, static_cast<double>(bytes) / seconds / 1e9);
 }
 
 void Metrics::finish() {
-  const double total = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin_).count();
+  const double total =
+      std::chrono::duration<double>(std::chrono::steady_clock::now() - begin_).count();
   std::vector<double> steps, losses, val_steps, val_losses;
-  for (const Point& p : train_) steps.push_back(static_cast<double>(p.step)), losses.push_back(p.loss);
-  for (const Point& p : val_) val_steps.push_back(static_cast<double>(p.step)), val_losses.push_back(p.loss);
+  for (const Point& p : train_)
+    steps.push_back(static_cast<double>(p.step)), losses.push_back(p.loss);
+  for (const Point& p : val_)
+    val_steps.push_back(static_cast<double>(p.step)), val_losses.push_back(p.loss);
   fmt::print("\n{}\n", plot_losses(steps, losses, val_steps, val_losses));
-  fmt::print("{} steps, {} tokens in {} ({} training, {} evaluation): {:.0f} tokens/s, largest rank {} of memory\n",
-             steps_run_, steps_run_ * run_.tokens_per_step, human_time(total), human_time(step_seconds_),
-             human_time(eval_seconds_),
-             static_cast<double>(steps_run_ * run_.tokens_per_step) / step_seconds_,
-             human_bytes(static_cast<double>(memory_bytes_)));
+  fmt::print(
+      "{} steps, {} tokens in {} ({} training, {} evaluation): {:.0f} tokens/s, largest rank {} of "
+      "memory\n",
+      steps_run_, steps_run_ * run_.tokens_per_step, human_time(total), human_time(step_seconds_),
+      human_time(eval_seconds_),
+      static_cast<double>(steps_run_ * run_.tokens_per_step) / step_seconds_,
+      human_bytes(static_cast<double>(memory_bytes_)));
   if (!val_.empty()) fmt::print("held-out loss {:.4f} nats per token\n", val_.back().loss);
 }
 
-std::string plot_losses(const std::vector<double>& train_steps, const std::vector<double>& train_losses,
-                        const std::vector<double>& val_steps, const std::vector<double>& val_losses) {
+std::string plot_losses(const std::vector<double>& train_steps,
+                        const std::vector<double>& train_losses,
+                        const std::vector<double>& val_steps,
+                        const std::vector<double>& val_losses) {
   constexpr int kColumns = 72, kRows = 14;
   if (train_steps.empty()) return "";
   double low = INFINITY, high = -INFINITY;
@@ -143,7 +166,8 @@ std::string plot_losses(const std::vector<double>& train_steps, const std::vecto
 
   std::vector<std::string> grid(kRows, std::string(kColumns, ' '));
   auto put = [&](double step, double loss, char mark) {
-    const int column = static_cast<int>(std::lround((step - first) / (last - first) * (kColumns - 1)));
+    const int column =
+        static_cast<int>(std::lround((step - first) / (last - first) * (kColumns - 1)));
     const int row = static_cast<int>(std::lround((high - loss) / (high - low) * (kRows - 1)));
     grid[row][std::clamp(column, 0, kColumns - 1)] = mark;
   };
@@ -153,10 +177,12 @@ std::string plot_losses(const std::vector<double>& train_steps, const std::vecto
   std::string text = "loss (nats per token)   . training   o held-out\n";
   for (int row = 0; row < kRows; ++row) {
     const double value = high - (high - low) * row / (kRows - 1);
-    text += fmt::format("{:>8} |{}\n", row % 3 == 0 || row == kRows - 1 ? fmt::format("{:.3f}", value) : "", grid[row]);
+    text += fmt::format("{:>8} |{}\n",
+                        row % 3 == 0 || row == kRows - 1 ? fmt::format("{:.3f}", value) : "",
+                        grid[row]);
   }
-  text += fmt::format("{:>8} +{}\n{:>8}  step {:<{}}{:>8}", "", std::string(kColumns, '-'), "", first,
-                      kColumns - 13, last);
+  text += fmt::format("{:>8} +{}\n{:>8}  step {:<{}}{:>8}", "", std::string(kColumns, '-'), "",
+                      first, kColumns - 13, last);
   return text;
 }
 

@@ -1,0 +1,18 @@
+#include "cuda/backend_cuda.h"
+
+#include "cuda/choose_device.h"
+#include "cuda/ops_cuda.h"
+
+namespace qshard {
+
+Backend make_cuda_backend(int local_rank, int local_size, cuda::F32Products f32_products) {
+  const int visible = cuda::CudaDevice::count();
+  auto device =
+      std::make_unique<cuda::CudaDevice>(cuda::choose_device(local_rank, local_size, visible));
+  Backend backend;
+  backend.ops = std::make_unique<cuda::CudaOps>(*device, f32_products);
+  backend.device = std::move(device);
+  return backend;
+}
+
+}  // namespace qshard

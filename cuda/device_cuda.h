@@ -1,0 +1,122 @@
+// A GPU as a Device, and what transports build on: its compute stream, events, pinned memory.
+//
+// Memory comes from cudaMalloc, so it is aligned to 256 bytes. All operators and copies run on the
+// one compute stream, which does not wait for the legacy default stream; other streams are ordered
+// with it by Events. A thread that calls CUDA for this device calls make_current() first.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <string>
+#include <utility>
+
+#include "device/device.h"
+
+namespace qshard::cuda {
+
+// A point in a stream that other streams and the host can wait for.
+class Event {
+ public:
+  Event();
+  ~Event() {
+    if (event_) cudaEventDestroy(event_);
+  }
+  Event(Event&& other) noexcept : event_(std::exchange(other.event_, nullptr)) {}
+  Event& operator=(Event&& other) noexcept {
+    std::swap(event_, other.event_);
+    return *this;
+  }
+  void record(cudaStream_t stream);
+  void make_wait(cudaStream_t stream) const;  // what `stream` gets later runs after the record
+  void synchronize() const;                   // the host waits; at once if never recorded
+  bool done() const;                          // does not wait
+
+ private:
+  cudaEvent_t event_ = nullptr;
+};
+
+class Stream {
+ public:
+  enum class Priority { normal, high };
+  explicit Stream(Priority priority = Priority::normal);
+  ~Stream() {
+    if (stream_) cudaStreamDestroy(stream_);
+  }
+  Stream(Stream&& other) noexcept : stream_(std::exchange(other.stream_, nullptr)) {}
+  Stream& operator=(Stream&& other) noexcept {
+    std::swap(stream_, other.stream_);
+    return *this;
+  }
+  operator cudaStream_t() const { return stream_; }
+  void synchronize() const;
+
+ private:
+  cudaStream_t stream_ = nullptr;
+};
+
+// Host memory that copies to and from a GPU can run on asynchronously.
+class PinnedBuffer {
+ public:
+  PinnedBuffer() = default;
+  explicit PinnedBuffer(size_t bytes);
+  ~PinnedBuffer() {
+    if (data_) cudaFreeHost(data_);
+  }
+  PinnedBuffer(PinnedBuffer&& other) noexcept
+      : data_(std::exchange(other.data_, nullptr)), bytes_(std::exchange(other.bytes_, 0)) {}
+  PinnedBuffer& operator=(PinnedBuffer&& other) noexcept {
+    std::swap(data_, other.data_);
+    std::swap(bytes_, other.bytes_);
+    return *this;
+  }
+  char* data() const { return data_; }
+  size_t bytes() const { return bytes_; }
+
+ private:
+  char* data_ = nullptr;
+  size_t bytes_ = 0;
+};
+
+class CudaDevice final : public Device {
+ public:
+  // Throws with the reason and the fix when there is no driver or no such device.
+  explicit CudaDevice(int ordinal);
+  ~CudaDevice() override;
+
+  // Devices that this process may use; 0 without a GPU, an error that says so without a driver.
+  static int count();
+
+  std::string name() const override;  // "NVIDIA H100 80GB HBM3 (sm_90, 79.1 GiB, PCI 0000:1B:00.0)"
+  void* allocate(size_t bytes) override;
+  void release(void* data, size_t bytes) noexcept override;
+  // After all earlier work of the compute stream, complete on return. Host memory need not be
+  // pinned.
+  void copy(void* to, const void* from, size_t bytes) override;
+  void zero(void* data, size_t bytes) override;  // in the order of the compute stream
+
+  cudaStream_t stream() const { return stream_; }
+  void synchronize() const { stream_.synchronize(); }
+  void make_current() const;
+
+  int ordinal() const { return ordinal_; }
+  int processors() const { return properties_.multiProcessorCount; }
+  const std::string& pci_bus_id() const { return pci_bus_id_; }
+  int numa_node() const;  // of the PCI device; -1 where the system does not tell
+
+ private:
+  struct Slot {  // of pinned memory through which copies of pageable memory go, in pieces
+    PinnedBuffer memory;
+    Event moved;  // the last copy from or to it
+  };
+  Slot& slot(int64_t piece);
+  void upload(char* to, const char* from, size_t bytes);
+  void download(char* to, const char* from, size_t bytes);
+
+  int ordinal_;
+  cudaDeviceProp properties_{};
+  std::string pci_bus_id_;
+  Stream stream_;
+  Slot slots_[2];
+};
+
+}  // namespace qshard::cuda

@@ -1,0 +1,80 @@
+// The operators on a GPU: plain CUDA kernels and cuBLASLt.
+//
+// Every operator checks its arguments on the host, enqueues on the device's compute stream and
+// returns; nothing waits for the GPU but sum, sum_squares and measure_peak. Scratch memory grows to
+// what the largest call needs, which waits for the GPU once: it belongs to the first step.
+#pragma once
+
+#include "cuda/device_cuda.h"
+#include "cuda/gemm_cublaslt.h"
+#include "cuda/kernels.h"
+#include "device/ops.h"
+
+namespace qshard::cuda {
+
+class CudaOps final : public Ops {
+ public:
+  explicit CudaOps(CudaDevice& device, F32Products f32_products = F32Products::exact);
+
+  void linear(Tensor x, Tensor w, Tensor y) override { gemm_.linear(x, w, y); }
+  void linear_dgrad(Tensor dy, Tensor w, Tensor dx, bool accumulate) override {
+    gemm_.linear_dgrad(dy, w, dx, accumulate);
+  }
+  void linear_wgrad(Tensor dy, Tensor x, Tensor dw, bool accumulate) override {
+    gemm_.linear_wgrad(dy, x, dw, accumulate);
+  }
+  double measure_peak(DType param_dtype, double seconds) override;
+
+  void embedding(Tensor ids, Tensor w, Tensor x) override;
+  void embedding_grad(Tensor ids, Tensor dx, Tensor dw) override;
+
+  void rms_norm(Tensor x, Tensor w, float eps, Tensor y, Tensor rstd) override;
+  void add_rms_norm(Tensor x, Tensor delta, Tensor w, float eps, Tensor sum, Tensor y,
+                    Tensor rstd) override;
+  void add(Tensor x, Tensor delta, Tensor sum) override;
+  void rms_norm_grad(Tensor dy, Tensor x, Tensor w, Tensor rstd, Tensor d_res, Tensor d_res_p,
+                     Tensor dw, bool accumulate) override;
+
+  void qk_norm_rope(Tensor qk_in, Tensor q_norm, Tensor k_norm, Tensor rope, float eps,
+                    AttentionShape s, Tensor qk_out, Tensor rstd) override;
+  void qk_norm_rope_grad(Tensor d_qk_out, Tensor qk_in, Tensor q_norm, Tensor k_norm, Tensor rope,
+                         Tensor rstd, AttentionShape s, Tensor d_qk_in, Tensor dq_norm,
+                         Tensor dk_norm, bool accumulate) override;
+
+  void attention(Tensor q, Tensor k, Tensor v, AttentionShape s, Tensor o, Tensor lse) override;
+  void attention_grad(Tensor q, Tensor k, Tensor v, Tensor o, Tensor d_o, Tensor lse,
+                      AttentionShape s, Tensor dq, Tensor dk, Tensor dv) override;
+
+  void swiglu(Tensor gu, Tensor a) override;
+  void swiglu_grad(Tensor da, Tensor gu, Tensor d_gu) override;
+  // A label outside [0, V) other than -100 makes that token's loss NaN.
+  void cross_entropy(Tensor logits, Tensor labels, float scale, Tensor d_logits,
+                     Tensor loss) override;
+
+  void adamw(Tensor p, Tensor g, Tensor m, Tensor v, Tensor p_out, const AdamWStep& step) override;
+  void add_sum(Tensor x, Tensor total);  // total (f64 [1], device memory) += Σ x, fixed order
+  void add_sum_squares(Tensor x, Tensor total);  // total += Σ x²
+  double sum(Tensor x) override;
+  double sum_squares(Tensor x) override;
+  void cast(Tensor from, Tensor to) override;
+  void sum_parts(std::span<const Tensor> parts, float scale, Tensor out, bool accumulate) override;
+  void init_normal(Tensor out, uint64_t seed, uint64_t stream, int64_t first, float std) override;
+  void fill(Tensor out, float value) override;
+
+ private:
+  // At least `floats` floats until the next call; the contents are undefined.
+  float* scratch(int64_t floats);
+  void add_sum_of(const char* op, const Tensor& x, Summand summand, const Tensor& total);
+  double sum_now(const char* op, const Tensor& x, Summand summand);
+  Attention attention_of(const char* op, const AttentionShape& s, Tensor q, Tensor k, Tensor v,
+                         Tensor o, Tensor lse) const;
+
+  CudaDevice& device_;
+  cudaStream_t stream_;
+  Gemm gemm_;
+  Buffer scratch_;
+  Buffer partial_sums_;  // of add_sum
+  Buffer total_;         // of sum
+};
+
+}  // namespace qshard::cuda
