@@ -109,7 +109,9 @@ class Checker:
             if kind == INCLUDE and not here and re.fullmatch(pattern, target):
                 self.breach_of_place(path, text, match.start(), what, places, fix)
                 return
-        known = (self.root / "include" / target).is_file()
+        # Device code keeps its headers beside it: cuda/x.h is written as such.
+        known = any((self.root / base / target).is_file() for base in ("include", ".")
+                    if base == "include" or target.startswith("cuda/"))
         if quote == '"' and not known:
             self.breach(path, text, match.start(), f'"{target}" is not a path below include/',
                         'write ours as "folder/file.h" and others as <file.h>')

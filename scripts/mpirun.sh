@@ -57,4 +57,16 @@ if [ "${shm_kib:-0}" -lt 1048576 ]; then
   default OMPI_MCA_btl_vader_backing_directory "${TMPDIR:-/tmp}"
 fi
 
-exec "${MPIRUN:-mpirun}" "$@"
+# mpirun answers SIGTERM by killing the ranks a second later, too soon to save anything; what it
+# passes on as it is, is SIGUSR1. The program takes both as "stop after this step, save".
+"${MPIRUN:-mpirun}" "$@" <&0 &
+child=$!
+pass_on() { signalled=1; kill -s "$1" "$child" 2>/dev/null || true; }
+trap 'pass_on USR1' TERM USR1
+trap 'pass_on USR2' USR2
+trap 'pass_on INT' INT
+while :; do
+  signalled=0
+  wait "$child" && code=0 || code=$?
+  [ "$signalled" = 1 ] || exit "$code"  # a signal ends the waiting as well
+done

@@ -53,6 +53,7 @@ int run(int argc, char** argv, World& world) {
   add_train(app, command);
   add_verify(app, command);
   add_data(app, command);
+  add_ckpt(app, command);
 
   require_same_command(argc, argv, world);
   int code = kExitDone;

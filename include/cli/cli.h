@@ -14,5 +14,6 @@ using Command = std::function<int(World&)>;
 void add_train(CLI::App& app, Command& run);
 void add_verify(CLI::App& app, Command& run);
 void add_data(CLI::App& app, Command& run);
+void add_ckpt(CLI::App& app, Command& run);
 
 }  // namespace qshard

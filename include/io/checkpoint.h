@@ -3,16 +3,19 @@
 // [Note: Checkpoint file] `step-00000100.h5`. Datasets of the full global shape, f32, contiguous:
 //   /model/<name>, /optim/exp_avg/<name>, /optim/exp_avg_sq/<name>   Hugging Face names
 // each with an attribute `xxh3_rows`: Σ over rows of XXH3-64(bytes of the row, seed = row index),
-// modulo 2^64, so that ranks with any rows can compute and check it together. Root attributes: format
-// "qshard-checkpoint", version 1, step (optimizer steps completed: a resumed run starts with step+1),
-// updates (AdamW's step count), samples (consumed so far), epoch, seed, model_config, run_config (JSON),
-// libraries, world_size, written_at. The first rank creates the structure, so that it does not depend
-// on the ranks; all ranks then write their rows. Padding never enters the file. No random state is
-// needed: initial values and sample order are functions of seed, name, epoch and index.
+// modulo 2^64, so that ranks with any rows can compute and check it together. Root attributes:
+// format "qshard-checkpoint", version 1, step (optimizer steps completed: a resumed run starts with
+// step+1), updates (AdamW's step count), samples (consumed so far), epoch, seed, datasets (their
+// number), model_config, run_config (JSON), libraries, world_size, written_at; `xxh3_header`:
+// XXH3-64 of all these, one "name=value\n" after the other, integers first, each kind in
+// alphabetical order. The first rank creates the structure, so that it does not depend on the
+// ranks; all ranks then write their rows. Padding never enters the file. No random state is needed:
+// initial values and sample order are functions of seed, name, epoch and index.
 //
-// [Note: Saving] checksums → structure under a temporary name → rows → close → fsync → all ranks agree
-// → rename → fsync of the folder → only then older ones are deleted. A file under its own name is
-// complete; a failed save leaves the older ones alone and removes its temporary file.
+// [Note: Saving] checksums → structure under a temporary name → rows → close → fsync → all ranks
+// agree → rename → fsync of the folder → only then older ones, and what killed saves have left, are
+// deleted. A file under its own name is complete; a failed save leaves the older ones alone and
+// removes its temporary file.
 #pragma once
 
 #include <functional>
@@ -25,12 +28,13 @@
 
 namespace qshard {
 
-// What this rank holds of one tensor: rows [first_row, first_row + n) of dimension 0, f32, in host memory.
+// What this rank holds of one tensor: rows [first_row, first_row + n) of dimension 0, f32, in host
+// memory.
 struct CheckpointTensor {
   std::string dataset;  // "/model/model.norm.weight"
   Shape shape;          // global
   int64_t first_row = 0;
-  Tensor rows;          // [n · elements of a row]
+  Tensor rows;  // [n · elements of a row]
 };
 
 struct CheckpointState {
@@ -41,12 +45,12 @@ struct CheckpointState {
 };
 
 struct SaveOptions {
-  bool collective = false;            // MPI-IO transfers; independent ones were faster, see the README
-  int64_t piece_bytes = 512 << 20;    // of one transfer, below MPI-IO's 2 GiB
-  int64_t alignment = 4096;           // of large datasets in the file, bytes; a stripe on Lustre
-  std::string hints;                  // MPI-IO hints, "striping_factor=8,striping_unit=4194304"
-  int64_t keep_last = 2;              // newest complete ones that stay; 0: all
-  int64_t keep_every = 0;             // and every step that is a multiple of this
+  bool collective = false;          // MPI-IO transfers; scripts/bench_checkpoint.py compares
+  int64_t piece_bytes = 512 << 20;  // of one transfer, below MPI-IO's 2 GiB; at least one row
+  int64_t alignment = 4096;         // of large datasets in the file, bytes; a stripe on Lustre
+  std::string hints;                // MPI-IO hints, "striping_factor=8,striping_unit=4194304"
+  int64_t keep_last = 2;            // this one and the newest of the others stay; 0: all
+  int64_t keep_every = 0;           // and every step that is a multiple of this
 };
 
 struct SaveReport {
@@ -54,38 +58,44 @@ struct SaveReport {
   int64_t step = 0;
   int64_t bytes = 0;  // of tensors
   double seconds = 0;
+  std::string warning;  // on rank 0: an old file that could not be deleted
 };
 
-// Collective over `world`, whose communicators nothing else uses meanwhile. A failure on any rank is one
-// AgreedError that lists ranks and reasons.
-SaveReport save_checkpoint(const World& world, const std::string& folder, const CheckpointState& state,
-                           const std::vector<CheckpointTensor>& tensors, const SaveOptions& options);
+// Collective over `world`, whose communicators nothing else uses meanwhile. A failure on any rank
+// is one AgreedError that lists ranks and reasons; values that are not finite are one.
+SaveReport save_checkpoint(const World& world, const std::string& folder,
+                           const CheckpointState& state,
+                           const std::vector<CheckpointTensor>& tensors,
+                           const SaveOptions& options);
 
-// Collective: every rank reads its rows of all tensors. Strict: a missing, extra, renamed or reshaped
-// dataset, another dtype or a wrong checksum is an AgreedError that names it. model_only: just /model.
-void load_checkpoint(const World& world, const std::string& path, const std::vector<CheckpointTensor>& tensors,
-                     bool model_only);
+// Collective: every rank reads its rows of all tensors. Strict: a missing, extra, renamed or
+// reshaped dataset, another dtype or a wrong checksum is an AgreedError that names it. model_only:
+// just /model.
+void load_checkpoint(const World& world, const std::string& path,
+                     const std::vector<CheckpointTensor>& tensors, bool model_only);
 
 // Header only; throws when the file is not a complete checkpoint of this version.
 CheckpointState read_checkpoint_state(const std::string& path);
 
 struct CheckpointEntry {
   std::string path;
-  int64_t step = -1;    // from inside the file; -1: not usable
+  int64_t step = -1;  // from inside the file; -1: not usable
   int64_t bytes = 0;
   std::string problem;  // empty: the header is good
 };
 
-// Files *.h5 of a folder that look like checkpoints, by step, newest first; unusable ones last.
+// Files *.h5 of a folder, by step, newest first; then unusable ones, among them the step-*.h5.tmp
+// of saves that were killed. Throws when the folder cannot be read; one that does not exist is
+// empty.
 std::vector<CheckpointEntry> list_checkpoints(const std::string& folder);
 
-// What a checkpoint's checksums say. Collective; rows are dealt out over the ranks. Returns the names
-// of damaged datasets.
+// What a checkpoint's checksums say. Collective; rows are dealt out over the ranks. Returns the
+// names of damaged datasets.
 std::vector<std::string> verify_checkpoint(const World& world, const std::string& path);
 
 // The newest complete checkpoint of a folder whose checksums hold, decided by rank 0's listing and
-// confirmed by all ranks; damaged ones are reported through `warn` on rank 0 and skipped. Empty when
-// the folder has none at all; an AgreedError when it has only damaged ones.
+// confirmed by all ranks; damaged ones are reported through `warn` on rank 0 and skipped. Empty
+// when the folder has none, or only unfinished saves; an AgreedError when all it has are damaged.
 std::string find_checkpoint(const World& world, const std::string& folder,
                             const std::function<void(const std::string&)>& warn);
 

@@ -33,6 +33,13 @@ std::string temporary_name(const std::string& path);
 // Waits until the file's (or folder's) contents are on the disk.
 void flush_to_disk(const std::string& path);
 
+// Throws unless this process can open an existing file for reading and writing.
+void require_writable(const std::string& path);
+
+// The errno text of an attempt to write the file's last byte again, or an empty text. For a file that
+// is given up, when a library does not say why it could not write.
+std::string reason_not_writable(const std::string& path);
+
 // Gives a sparse file its blocks now, so that a full disk is an error here and not in the middle of
 // writing. File systems that cannot do it are left alone.
 void reserve_space(const std::string& path);

@@ -15,6 +15,7 @@
 #include <cstdint>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace qshard {
@@ -47,14 +48,19 @@ struct Hdf5Dataset {
 
 std::string hdf5_version();  // "HDF5 1.10.8"
 
+// MPI-IO hints from "key=value,key=value"; a usage error says what does not fit.
+std::vector<std::pair<std::string, std::string>> parse_hints(const std::string& text);
+
 class Hdf5File {
  public:
   static Hdf5File open(const std::string& path);    // read only
   static Hdf5File create(const std::string& path);  // replaces an existing file
   // Datasets of `alignment` bytes and more begin at a multiple of it.
   static Hdf5File create_aligned(const std::string& path, int64_t alignment);
-  // For writing by all ranks of `comm` through MPI-IO, each its own rows. Collective, as is close().
-  // hints: "key=value,…" for MPI-IO. collective: every rank makes the same number of write calls.
+  // For writing by all ranks of `comm` through MPI-IO, each its own rows. Opening, write() and
+  // close() are collective: every rank makes the same calls with the same names, if need be without
+  // values. collective: the transfers too, so that MPI-IO may exchange data between ranks. hints:
+  // see parse_hints().
   static Hdf5File open_parallel(const std::string& path, MPI_Comm comm, const std::string& hints,
                                 bool collective);
   ~Hdf5File();
@@ -97,7 +103,7 @@ class Hdf5File {
                  void* to) const;
   std::string path_;
   int64_t id_;  // hid_t
-  bool collective_ = false;
+  bool parallel_ = false, collective_ = false;
 };
 
 }  // namespace qshard

@@ -21,6 +21,8 @@ class SafetensorsFile {
   const std::string& path() const { return file_.path(); }
   std::vector<std::string> names() const;  // sorted
   bool contains(const std::string& name) const { return tensors_.count(name) != 0; }
+  const Shape& shape(const std::string& name) const { return entry(name).tensor.shape; }
+  const std::string& dtype(const std::string& name) const { return entry(name).dtype; }  // "BF16"
   // View of the mapping. Throws when the tensor is absent, has a dtype without a DType (I64, BOOL
   // …) or does not lie at a multiple of its element size, as in files of old writers.
   const Tensor& operator[](const std::string& name) const;
@@ -40,8 +42,32 @@ class SafetensorsFile {
   std::map<std::string, Entry> tensors_;
 };
 
-// Writes the tensors (host memory, contiguous) in the given order under a temporary name, then
-// renames. The metadata gets format = "pt" unless it says otherwise: transformers insists on it.
+struct SafetensorsEntry {
+  std::string name;
+  DType dtype;
+  Shape shape;
+};
+
+// Writes a file tensor by tensor, so that one at a time is in memory, under a temporary name that
+// commit() renames. The metadata gets format = "pt" unless it says otherwise: transformers insists
+// on it.
+class SafetensorsWriter {
+ public:
+  SafetensorsWriter(const std::string& path, std::vector<SafetensorsEntry> entries,
+                    std::map<std::string, std::string> metadata = {});
+  // The values of the next entry (host memory, contiguous). f32 values of a bf16 entry are rounded
+  // to nearest, ties to even.
+  void append(const Tensor& values);
+  void commit();  // after the last entry
+
+ private:
+  void append_rounded(const Tensor& values);
+  std::vector<SafetensorsEntry> entries_;
+  size_t next_ = 0;
+  AtomicFile file_;
+};
+
+// All tensors at once, in the given order.
 void write_safetensors(const std::string& path,
                        const std::vector<std::pair<std::string, Tensor>>& tensors,
                        std::map<std::string, std::string> metadata = {});

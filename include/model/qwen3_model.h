@@ -33,6 +33,7 @@ class Qwen3Model {
 
   const Qwen3Config& config() const { return config_; }
   const LayerShape& shape() const { return shape_; }
+  Device& device() const { return *backend_.device; }  // that holds its tensors
   int num_units() const { return static_cast<int>(layers_.size()) + 1; }
   Unit& unit(int i) { return i == 0 ? *root_ : *layers_[i - 1]; }  // 0: root, then layers 0 … L−1
 

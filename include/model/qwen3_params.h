@@ -21,5 +21,6 @@ enum RootParam { kEmbedTokens, kFinalNorm, kLmHead };
 
 std::vector<ParamSpec> layer_params(const Qwen3Config& config, int64_t layer);
 std::vector<ParamSpec> root_params(const Qwen3Config& config);
+std::vector<ParamSpec> all_params(const Qwen3Config& config);  // root unit first, then the layers
 
 }  // namespace qshard

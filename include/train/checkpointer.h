@@ -1,5 +1,5 @@
-// A run's checkpoints: when they are written, in the foreground or behind training, and what a resumed
-// run takes from one.
+// A run's checkpoints: when they are written, in the foreground or behind training, and what a
+// resumed run takes from one.
 #pragma once
 
 #include <atomic>
@@ -13,15 +13,16 @@
 namespace qshard {
 
 struct CheckpointOptions {
-  int64_t every = 0;    // steps; 0: only at the end and when the run is stopped
+  int64_t every = 0;  // steps; 0: only at the end and when the run is stopped
   bool at_end = true;
-  bool async = false;   // written by a thread from a copy in host memory while training goes on
+  bool async = false;  // written by a thread from a copy in host memory while training goes on
   int64_t piece_mb = 512, alignment_kb = 4;
   SaveOptions save;
 };
 
 // The model's and optimizer's tensors as this rank holds them: views, valid as long as the model.
-std::vector<CheckpointTensor> checkpoint_tensors(const World& world, Qwen3Model& model, bool model_only);
+std::vector<CheckpointTensor> checkpoint_tensors(const World& world, Qwen3Model& model,
+                                                 bool model_only);
 
 class Checkpointer {
  public:
@@ -30,17 +31,19 @@ class Checkpointer {
                Backend& backend, Qwen3Model& model);
   ~Checkpointer();
 
-  // Collective. Weights or moments that are not finite are refused, so that they never replace good
-  // ones. Waits for an earlier save in the background; with async returns once the copy is made.
+  // Collective. Waits for an earlier save in the background; with async returns once the copy is
+  // made. Weights or moments that are not finite are refused (see save_checkpoint): they never
+  // replace good ones.
   void save(const CheckpointState& state);
   // Waits for a save in the background; its failure is an AgreedError. Collective.
   void finish();
+  // Whether a save in the background has failed on this rank: finish() then tells.
+  bool failed() const { return failed_; }
   // The report of a save that has ended since the last call. Rank 0 asks, for the log.
   std::optional<SaveReport> take_report();
   int64_t last_step() const { return last_step_; }  // of the last save begun; -1: none
 
  private:
-  void require_finite(int64_t step) const;
   std::vector<CheckpointTensor> snapshot();
 
   CheckpointOptions options_;
@@ -53,12 +56,12 @@ class Checkpointer {
   std::thread thread_;
   std::exception_ptr failure_;
   SaveReport report_;
-  std::atomic<bool> report_ready_{false};
+  std::atomic<bool> report_ready_{false}, failed_{false};
   int64_t last_step_ = -1;
 };
 
-// SIGTERM, SIGUSR1 and SIGUSR2 ask for a stop at the end of the step: this rank's request, which all
-// ranks must agree on. SIGXFSZ (file size limit) is ignored, so that it is a write error.
+// SIGTERM, SIGUSR1 and SIGUSR2 ask for a stop at the end of the step: this rank's request, which
+// all ranks must agree on. SIGXFSZ (file size limit) is ignored, so that it is a write error.
 void install_signal_handlers();
 bool stop_requested();
 

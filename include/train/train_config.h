@@ -46,11 +46,11 @@ struct TrainConfig {
   ScheduleOptions schedule;
   FsdpOptions fsdp;
   CheckpointOptions checkpoint;
-  std::string transport = "shm", backend = "cpu";
+  std::string transport = "auto", backend = "cpu";
 
   // Where a run begins, from the command line.
   std::string resume = "none";  // none, auto (newest in train.out, if any), or a checkpoint or folder
-  std::string init;             // "": random; weights-only: the weights of --resume, step 0
+  std::string init;             // "": random; hf:DIR; weights-only: the weights of --resume, step 0
   bool allow_changes = false;   // resume although options that change the mathematics differ
 
   // Registers every option with its doc, unit and limits.
@@ -59,7 +59,10 @@ struct TrainConfig {
   // refuses combinations that cannot work, with numbers.
   void finish(int ranks);
 
-  Qwen3Config load_model() const;  // reads model.config on this rank
+  // Reads model.config, or without it the config.json of --init hf:DIR, on this rank. With both,
+  // all that shapes the model or changes its mathematics has to agree.
+  Qwen3Config load_model() const;
+  std::string hf_folder() const;  // of --init hf:DIR, or ""
   std::string checkpoint_folder() const { return train.out + "/checkpoints"; }
   int64_t accumulation(int ranks) const { return train.global_batch / (train.micro_batch * ranks); }
   int64_t tokens_per_step() const { return train.global_batch * train.seq; }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "io/dataset.h"
+#include "io/hf_weights.h"
 #include "train/checkpointer.h"
 #include "train/engine.h"
 #include "train/metrics.h"
@@ -23,6 +24,7 @@ class Trainer {
   void open_data();
   void choose_checkpoint();
   void restore();
+  void start_from(const HfWeights& weights);
   void require_compatible(const CheckpointState& saved) const;
   void save(int64_t step);
   void log_save();

@@ -11,7 +11,7 @@ namespace qshard {
 
 struct VerifyOptions {
   std::string folder, out;
-  std::string param_dtype = "f32", reduce_dtype = "f32", transport = "shm";
+  std::string param_dtype = "f32", reduce_dtype = "f32", transport = "auto";
   bool ranks_any = false;
   bool reshard_after_forward = true, reduce_every_microbatch = true;
   int prefetch = 1;

@@ -15,6 +15,7 @@ namespace {
 using nlohmann::json;
 
 constexpr const char* kCommandLine = "command line";
+constexpr int kMaxDepth = 64;  // of a JSON file
 
 std::string text_of(const json& value) {
   return value.is_string() ? value.get<std::string>() : value.dump();
@@ -309,7 +310,10 @@ std::string nearest_name(const std::string& name, const std::vector<std::string>
 
 json parse_json(const std::string& text, const std::string& where, ExitCode exit_code) {
   std::vector<std::set<std::string>> keys;  // of the objects that are open
-  const auto refuse_repeated_keys = [&](int, json::parse_event_t event, json& parsed) {
+  const auto refuse = [&](int depth, json::parse_event_t event, json& parsed) {
+    // What is parsed is later copied and printed by recursion.
+    if (depth > kMaxDepth)
+      throw Error(fmt::format("{}: nested deeper than {} levels", where, kMaxDepth), exit_code);
     if (event == json::parse_event_t::object_start) keys.emplace_back();
     if (event == json::parse_event_t::object_end) keys.pop_back();
     if (event == json::parse_event_t::key && !keys.back().insert(parsed.get<std::string>()).second)
@@ -319,8 +323,10 @@ json parse_json(const std::string& text, const std::string& where, ExitCode exit
     return true;
   };
   try {
-    return json::parse(text, refuse_repeated_keys, /*allow_exceptions=*/true,
+    return json::parse(text, refuse, /*allow_exceptions=*/true,
                        /*ignore_comments=*/true);
+  } catch (const json::out_of_range& error) {
+    throw Error(fmt::format("{}: a number is too large: {}", where, error.what()), exit_code);
   } catch (const json::parse_error& error) {
     // The library numbers the bytes from 1; the byte it names is the last one it read.
     const size_t at = std::min(error.byte > 0 ? error.byte - 1 : 0, text.size());

@@ -12,6 +12,7 @@ Examples:
   mpirun -n 4 qshard train --config data/configs/demo.json
   mpirun -n 2 qshard train --config data/configs/demo.json --train.steps 100 --optim.lr 1e-3
   mpirun -n 4 qshard train --config run.json --train.out runs/a --checkpoint.every 500 --resume auto
+  mpirun -n 4 qshard train --config run.json --init hf:Qwen3-0.6B
   mpirun -n 8 qshard train --model.config qwen3-0.6b/config.json --data.train tokens.h5 \
       --train.seq 2048 --train.global_batch 32 --train.micro_batch 1)";
 
@@ -54,8 +55,9 @@ void add_train(CLI::App& app, Command& run) {
   sub->add_option("--resume", command->config.resume,
                   "none; auto: the newest complete checkpoint of train.out, if there is one; or a checkpoint file or folder")
       ->capture_default_str();
-  sub->add_option("--init", command->config.init, "weights-only: take only the weights from --resume and begin at step 1")
-      ->check(CLI::IsMember({"weights-only"}));
+  sub->add_option("--init", command->config.init,
+                  "hf:DIR: weights and, without model.config, config.json of a Hugging Face folder; "
+                  "weights-only: take only the weights from --resume and begin at step 1");
   sub->add_flag("--allow-changes", command->config.allow_changes,
                 "resume although options that change the mathematics differ from the saved run's");
   command->config.describe(command->table);

@@ -3,11 +3,15 @@
 #include <xxhash.h>
 
 #include <algorithm>
+#include <bit>
 #include <chrono>
 #include <cstring>
 #include <ctime>
 #include <filesystem>
+#include <map>
+#include <optional>
 #include <set>
+#include <sstream>
 
 #include "base/config.h"
 #include "io/file.h"
@@ -21,16 +25,69 @@ namespace fs = std::filesystem;
 constexpr const char* kFormat = "qshard-checkpoint";
 constexpr int64_t kVersion = 1;
 constexpr const char* kChecksum = "xxh3_rows";
+const std::string kGroups[] = {"/model/", "/optim/exp_avg/", "/optim/exp_avg_sq/"};
+constexpr const char* kHeaderChecksum = "xxh3_header";
 
 std::string file_name(int64_t step) { return fmt::format("step-{:08}.h5", step); }
 
+// Whether this is the name of a file that save_checkpoint() was writing.
+bool is_temporary_name(const std::string& name) {
+  const std::string prefix = "step-", suffix = ".h5.tmp";
+  if (!name.starts_with(prefix) || !name.ends_with(suffix)) return false;
+  const size_t digits = name.size() - std::min(name.size(), prefix.size() + suffix.size());
+  return digits >= 8 &&
+         name.find_first_not_of("0123456789", prefix.size()) == prefix.size() + digits;
+}
+
+// The root attributes. HDF5 has no checksum of its own for them in this file format.
+struct Header {
+  std::map<std::string, int64_t> numbers = {{"version", kVersion}, {"step", 0},    {"updates", 0},
+                                            {"samples", 0},        {"epoch", 0},   {"seed", 0},
+                                            {"world_size", 0},     {"datasets", 0}};
+  std::map<std::string, std::string> texts = {{"format", kFormat},
+                                              {"model_config", ""},
+                                              {"run_config", ""},
+                                              {"libraries", ""},
+                                              {"written_at", ""}};
+
+  int64_t checksum() const {
+    std::string all;
+    for (const auto& [name, value] : numbers) all += fmt::format("{}={}\n", name, value);
+    for (const auto& [name, value] : texts) all += fmt::format("{}={}\n", name, value);
+    return static_cast<int64_t>(XXH3_64bits(all.data(), all.size()));
+  }
+  void write(Hdf5File& file) const {
+    for (const auto& [name, value] : numbers) file.write_attribute(name, value);
+    for (const auto& [name, value] : texts) file.write_attribute(name, value);
+    file.write_attribute(kHeaderChecksum, checksum());
+  }
+  // Throws unless the file is a checkpoint of this version with an intact header.
+  static Header read(const Hdf5File& file);
+};
+
+Header Header::read(const Hdf5File& file) {
+  if (!file.has_attribute("format") || file.text_attribute("format") != kFormat)
+    fail("{}: not a checkpoint: expected attribute format = {}", file.path(), kFormat);
+  if (const int64_t version = file.int_attribute("version"); version != kVersion)
+    fail("{}: checkpoint version {}, this program reads {}", file.path(), version, kVersion);
+  Header header;
+  for (auto& [name, value] : header.numbers) value = file.int_attribute(name);
+  for (auto& [name, value] : header.texts) value = file.text_attribute(name);
+  if (const int64_t stored = file.int_attribute(kHeaderChecksum); stored != header.checksum())
+    fail(
+        "{}: the header is damaged: checksum {:016x} expected, {:016x} found; use an earlier "
+        "checkpoint",
+        file.path(), static_cast<uint64_t>(stored), static_cast<uint64_t>(header.checksum()));
+  return header;
+}
+
 // Σ of the hashes of rows [first_row, …); unsigned arithmetic wraps, which is what is wanted.
-uint64_t hash_rows(const float* values, int64_t first_row, int64_t rows, int64_t row_numel) {
+int64_t hash_rows(const float* values, int64_t first_row, int64_t rows, int64_t row_numel) {
   uint64_t sum = 0;
   for (int64_t r = 0; r < rows; ++r)
     sum += XXH3_64bits_withSeed(values + r * row_numel, row_numel * sizeof(float),
                                 static_cast<uint64_t>(first_row + r));
-  return sum;
+  return static_cast<int64_t>(sum);
 }
 
 // Sums over ranks modulo 2^64; in two halves they do not overflow on the way.
@@ -53,9 +110,24 @@ std::vector<int64_t> checksums(const World& world, const std::vector<CheckpointT
   for (const CheckpointTensor& t : tensors) {
     const int64_t row = t.shape.row_numel();
     const int64_t rows = t.rows.numel() / row;
-    own.push_back(static_cast<int64_t>(hash_rows(t.rows.as<float>(), t.first_row, rows, row)));
+    own.push_back(hash_rows(t.rows.as<float>(), t.first_row, rows, row));
   }
   return wrapping_sum(world, own);
+}
+
+bool all_finite(const float* values, int64_t n) {
+  uint32_t bad = 0;  // an exponent of ones: infinite or NaN
+  for (int64_t i = 0; i < n; ++i)
+    bad |= (std::bit_cast<uint32_t>(values[i]) & 0x7f800000u) == 0x7f800000u;
+  return bad == 0;
+}
+
+void require_finite(const World& world, const std::vector<CheckpointTensor>& tensors) {
+  collectively(world, [&] {
+    for (const CheckpointTensor& t : tensors)
+      if (!all_finite(t.rows.as<float>(), t.rows.numel()))
+        fail("{} has values that are not finite", t.dataset);
+  });
 }
 
 std::string now_text() {
@@ -66,21 +138,22 @@ std::string now_text() {
 }
 
 void create_structure(const World& world, const std::string& path, const CheckpointState& state,
-                      const std::vector<CheckpointTensor>& tensors, const std::vector<int64_t>& sums,
-                      int64_t alignment) {
+                      const std::vector<CheckpointTensor>& tensors,
+                      const std::vector<int64_t>& sums, int64_t alignment) {
+  Header header;
+  header.numbers["step"] = state.step;
+  header.numbers["updates"] = state.updates;
+  header.numbers["samples"] = state.samples;
+  header.numbers["epoch"] = state.epoch;
+  header.numbers["seed"] = static_cast<int64_t>(state.seed);
+  header.numbers["world_size"] = world.size();
+  header.numbers["datasets"] = static_cast<int64_t>(tensors.size());
+  header.texts["model_config"] = state.model.dump();
+  header.texts["run_config"] = state.run.dump();
+  header.texts["libraries"] = fmt::format("{}, {}", hdf5_version(), world.mpi_version());
+  header.texts["written_at"] = now_text();
   Hdf5File file = Hdf5File::create_aligned(path, alignment);
-  file.write_attribute("format", kFormat);
-  file.write_attribute("version", kVersion);
-  file.write_attribute("step", state.step);
-  file.write_attribute("updates", state.updates);
-  file.write_attribute("samples", state.samples);
-  file.write_attribute("epoch", state.epoch);
-  file.write_attribute("seed", static_cast<int64_t>(state.seed));
-  file.write_attribute("model_config", state.model.dump());
-  file.write_attribute("run_config", state.run.dump());
-  file.write_attribute("libraries", fmt::format("{}, {}", hdf5_version(), world.mpi_version()));
-  file.write_attribute("world_size", int64_t{world.size()});
-  file.write_attribute("written_at", now_text());
+  header.write(file);
   for (size_t i = 0; i < tensors.size(); ++i) {
     const CheckpointTensor& t = tensors[i];
     file.create_dataset(t.dataset, Hdf5Type::f32, {t.shape.begin(), t.shape.end()});
@@ -89,90 +162,156 @@ void create_structure(const World& world, const std::string& path, const Checkpo
   file.close();
 }
 
-// Independent transfers: this rank's rows in pieces. Collective ones: every rank makes as many calls.
-void write_rows(Hdf5File& file, const CheckpointTensor& t, int64_t piece_rows, int64_t pieces) {
-  const int64_t row = t.shape.row_numel(), rows = t.rows.numel() / row;
-  for (int64_t p = 0; p < pieces; ++p) {
-    const int64_t begin = std::min(p * piece_rows, rows), end = std::min(begin + piece_rows, rows);
-    const Tensor piece = t.rows.row_range(begin * row, end * row);
-    file.write(t.dataset, t.first_row + begin, std::span<const float>(piece.as<float>(), piece.numel()));
+// The first failure of several attempts.
+class Attempts {
+ public:
+  void operator()(const std::function<void()>& fn) {
+    try {
+      fn();
+    } catch (const std::exception& error) {
+      if (problem_.empty()) problem_ = error.what();
+    }
   }
+  bool failed() const { return !problem_.empty(); }
+  const std::string& problem() const { return problem_; }
+
+ private:
+  std::string problem_;
+};
+
+int64_t piece_rows(const CheckpointTensor& t, int64_t piece_bytes) {
+  return std::max<int64_t>(1, piece_bytes / (t.shape.row_numel() * int64_t{sizeof(float)}));
 }
 
-// The collective close must be reached by all ranks, also by one that could not write.
-void write_all_rows(const World& world, const std::string& path, const std::vector<CheckpointTensor>& tensors,
-                    const SaveOptions& options) {
-  std::string problem;
-  {
-    Hdf5File file = Hdf5File::open_parallel(path, world.comm(), options.hints, options.collective);
-    try {
-      for (const CheckpointTensor& t : tensors) {
-        const int64_t row = t.shape.row_numel(), chunk = (t.shape[0] + world.size() - 1) / world.size();
-        const int64_t piece_rows = std::max<int64_t>(1, options.piece_bytes / (row * int64_t{sizeof(float)}));
-        const int64_t rows = options.collective ? chunk : t.rows.numel() / row;
-        write_rows(file, t, piece_rows, (rows + piece_rows - 1) / piece_rows);
-      }
-    } catch (const std::exception& error) {
-      problem = error.what();
-    }
-    try {
-      file.close();
-    } catch (const std::exception& error) {
-      if (problem.empty()) problem = error.what();
+// The number of pieces of each tensor, the same on all ranks.
+std::vector<int64_t> count_pieces(const World& world, const std::vector<CheckpointTensor>& tensors,
+                                  int64_t piece_bytes) {
+  std::vector<double> pieces;
+  for (const CheckpointTensor& t : tensors) {
+    const int64_t rows = piece_rows(t, piece_bytes), own = t.rows.numel() / t.shape.row_numel();
+    pieces.push_back(static_cast<double>((own + rows - 1) / rows));
+  }
+  world.all_reduce_max(pieces.data(), static_cast<int>(pieces.size()));
+  return {pieces.begin(), pieces.end()};
+}
+
+// All ranks make the same calls, however few rows they hold: opening a dataset, collective
+// transfers and closing are collective. One that has failed goes on without values.
+void write_all_rows(const World& world, const std::string& path,
+                    const std::vector<CheckpointTensor>& tensors, const SaveOptions& options) {
+  const std::vector<int64_t> pieces = count_pieces(world, tensors, options.piece_bytes);
+  collectively(world, [&] { require_writable(path); });
+  Attempts attempt;
+  Hdf5File file = Hdf5File::open_parallel(path, world.comm(), options.hints, options.collective);
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const CheckpointTensor& t = tensors[i];
+    const int64_t row = t.shape.row_numel(), own = t.rows.numel() / row;
+    const int64_t step = piece_rows(t, options.piece_bytes);
+    for (int64_t p = 0; p < pieces[i]; ++p) {
+      const int64_t rows = attempt.failed() ? 0 : own;
+      const int64_t begin = std::min(p * step, rows), end = std::min(begin + step, rows);
+      const std::span<const float> values(t.rows.as<float>() + begin * row, (end - begin) * row);
+      attempt([&] { file.write(t.dataset, t.first_row + begin, values); });
     }
   }
+  attempt([&] { file.close(); });
   collectively(world, [&] {
-    if (!problem.empty()) fail("{}", problem);
+    if (!attempt.failed()) return;
+    const std::string reason = reason_not_writable(path);
+    fail("{}{}{}", attempt.problem(), reason.empty() ? "" : ": ", reason);
   });
 }
 
-// Complete checkpoints beyond the newest keep_last go, unless their step is a multiple of keep_every.
-// Only files that this program would resume from count, and nothing else is touched.
-void delete_old(const std::string& folder, const SaveOptions& options) {
-  if (options.keep_last == 0) return;
-  int64_t kept = 0;
-  for (const CheckpointEntry& entry : list_checkpoints(folder)) {
-    if (!entry.problem.empty()) continue;
-    if (options.keep_every > 0 && entry.step % options.keep_every == 0) continue;
-    if (++kept > options.keep_last) fs::remove(entry.path);
+// Deletes complete checkpoints beyond the newest keep_last, of which `saved` is one whatever its
+// step, unless their step is a multiple of keep_every; and what killed saves have left. Nothing
+// else is touched. Returns what could not be deleted, or an empty text.
+std::string delete_old(const std::string& folder, const std::string& saved,
+                       const SaveOptions& options) {
+  std::string problem;
+  auto remove = [&](const std::string& path) {
+    std::error_code error;
+    if (!fs::remove(path, error) && error)
+      problem = fmt::format("{} cannot be deleted: {}", path, error.message());
+  };
+  try {
+    int64_t kept = 1;
+    for (const CheckpointEntry& entry : list_checkpoints(folder)) {
+      const bool complete = entry.problem.empty(), own = entry.path == saved;
+      if (is_temporary_name(fs::path(entry.path).filename().string())) remove(entry.path);
+      if (!complete || own || options.keep_last == 0) continue;
+      if (options.keep_every > 0 && entry.step % options.keep_every == 0) continue;
+      if (++kept > options.keep_last) remove(entry.path);
+    }
+  } catch (const std::exception& error) {
+    problem = error.what();
   }
+  return problem;
+}
+
+Shape shape_of(const Hdf5File& file, const std::string& dataset) {
+  const std::vector<int64_t> dims = file.dataset(dataset).shape;
+  if (dims.empty() || dims.size() > 4)
+    fail("{}: {} has {} dimensions", file.path(), dataset, dims.size());
+  return {dims.begin(), dims.end()};
 }
 
 // What is wrong with a dataset for a tensor of this shape; empty: nothing.
-std::string mismatch(const Hdf5File& file, const CheckpointTensor& t) {
-  if (!file.contains(t.dataset)) return fmt::format("dataset {} is missing", t.dataset);
-  const Hdf5Dataset found = file.dataset(t.dataset);
-  const Shape shape(found.shape.begin(), found.shape.end());
-  if (!(shape == t.shape))
-    return fmt::format("{} expected shape {}, found {}", t.dataset, t.shape.str(), shape.str());
-  if (found.type != Hdf5Type::f32) return fmt::format("{} expected f32, found {}", t.dataset, found.type_text);
-  if (!file.has_attribute(kChecksum, t.dataset)) return fmt::format("{} has no checksum", t.dataset);
+std::string mismatch(const Hdf5File& file, const std::string& name, const Shape& expected) {
+  if (!file.contains(name)) return fmt::format("dataset {} is missing", name);
+  const Shape found = shape_of(file, name);
+  if (!(found == expected))
+    return fmt::format("{} expected shape {}, found {}", name, expected.str(), found.str());
+  if (const Hdf5Dataset info = file.dataset(name); info.type != Hdf5Type::f32)
+    return fmt::format("{} expected f32, found {}", name, info.type_text);
+  if (!file.has_attribute(kChecksum, name)) return fmt::format("{} has no checksum", name);
   return "";
 }
 
-void check_structure(const Hdf5File& file, const std::vector<CheckpointTensor>& tensors, bool model_only) {
+// Strict: exactly these datasets.
+void check_structure(const Hdf5File& file, const std::vector<CheckpointTensor>& tensors,
+                     bool model_only) {
   std::set<std::string> wanted;
   for (const CheckpointTensor& t : tensors) {
     wanted.insert(t.dataset);
-    if (const std::string problem = mismatch(file, t); !problem.empty()) fail("{}: {}", file.path(), problem);
+    if (const std::string problem = mismatch(file, t.dataset, t.shape); !problem.empty())
+      fail("{}: {}", file.path(), problem);
   }
   for (const std::string& name : file.datasets())
-    if (!wanted.count(name) && (!model_only || name.starts_with("/model/")))
+    if (!wanted.count(name) && (!model_only || name.starts_with(kGroups[0])))
       fail("{}: dataset {} does not belong to this model", file.path(), name);
+}
+
+// What can be said without the model: there are as many datasets as were written. Weights and
+// moments are of the same tensors, which tells the missing one's name.
+void require_all_present(const Hdf5File& file, const std::vector<std::string>& names) {
+  const int64_t written = Header::read(file).numbers["datasets"];
+  if (static_cast<int64_t>(names.size()) == written) return;
+  std::set<std::string> missing;
+  for (const std::string& name : names)
+    for (const std::string& group : kGroups)
+      if (name.starts_with(group))
+        for (const std::string& other : kGroups) missing.insert(other + name.substr(group.size()));
+  for (const std::string& name : names) missing.erase(name);
+  fail("{}: {} datasets expected, {} found{}{}", file.path(), written, names.size(),
+       missing.empty() ? "" : "; missing: ", fmt::join(missing, ", "));
 }
 
 }  // namespace
 
-SaveReport save_checkpoint(const World& world, const std::string& folder, const CheckpointState& state,
-                           const std::vector<CheckpointTensor>& tensors, const SaveOptions& options) {
+SaveReport save_checkpoint(const World& world, const std::string& folder,
+                           const CheckpointState& state,
+                           const std::vector<CheckpointTensor>& tensors,
+                           const SaveOptions& options) {
   const auto begin = std::chrono::steady_clock::now();
   SaveReport report;
   report.step = state.step;
   report.path = (fs::path(folder) / file_name(state.step)).string();
   const std::string temporary = report.path + ".tmp";
-  for (const CheckpointTensor& t : tensors) report.bytes += t.shape.numel() * int64_t{sizeof(float)};
-  const std::vector<int64_t> sums = checksums(world, tensors);
+  for (const CheckpointTensor& t : tensors)
+    report.bytes += t.shape.numel() * int64_t{sizeof(float)};
   try {
+    require_finite(world, tensors);
+    const std::vector<int64_t> sums = checksums(world, tensors);
     collectively(world, [&] {
       if (world.rank() != 0) return;
       fs::create_directories(folder);
@@ -184,20 +323,21 @@ SaveReport save_checkpoint(const World& world, const std::string& folder, const 
     collectively(world, [&] {
       if (world.rank() != 0) return;
       publish_file(temporary, report.path);
-      delete_old(folder, options);
+      report.warning = delete_old(folder, report.path, options);
     });
   } catch (const AgreedError& error) {
     std::error_code ignored;
     if (world.rank() == 0) fs::remove(temporary, ignored);
-    throw AgreedError(fmt::format("checkpoint of step {} not saved, older ones are intact: {}", state.step, error.what()),
+    throw AgreedError(fmt::format("checkpoint of step {} not saved, older ones are intact: {}",
+                                  state.step, error.what()),
                       error.code);
   }
   report.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
   return report;
 }
 
-void load_checkpoint(const World& world, const std::string& path, const std::vector<CheckpointTensor>& tensors,
-                     bool model_only) {
+void load_checkpoint(const World& world, const std::string& path,
+                     const std::vector<CheckpointTensor>& tensors, bool model_only) {
   std::vector<int64_t> stored;
   collectively(world, [&] {
     read_checkpoint_state(path);
@@ -212,39 +352,44 @@ void load_checkpoint(const World& world, const std::string& path, const std::vec
   collectively(world, [&] {
     for (size_t i = 0; i < tensors.size(); ++i)
       if (found[i] != stored[i])
-        fail("{}: {} is damaged: checksum {:016x} expected, {:016x} found; use an earlier checkpoint", path,
-             tensors[i].dataset, stored[i], found[i]);
+        fail(
+            "{}: {} is damaged: checksum {:016x} expected, {:016x} found; use an earlier "
+            "checkpoint",
+            path, tensors[i].dataset, static_cast<uint64_t>(stored[i]),
+            static_cast<uint64_t>(found[i]));
   });
 }
 
 CheckpointState read_checkpoint_state(const std::string& path) {
-  const Hdf5File file = Hdf5File::open(path);
-  if (!file.has_attribute("format") || file.text_attribute("format") != kFormat)
-    fail("{}: not a checkpoint: expected attribute format = {}", path, kFormat);
-  if (const int64_t version = file.int_attribute("version"); version != kVersion)
-    fail("{}: checkpoint version {}, this program reads {}", path, version, kVersion);
+  Header header = Header::read(Hdf5File::open(path));
   CheckpointState state;
-  state.step = file.int_attribute("step");
-  state.updates = file.int_attribute("updates");
-  state.samples = file.int_attribute("samples");
-  state.epoch = file.int_attribute("epoch");
-  state.seed = static_cast<uint64_t>(file.int_attribute("seed"));
-  state.world_size = static_cast<int>(file.int_attribute("world_size"));
-  state.model = parse_json(file.text_attribute("model_config"), path + ": model_config");
-  state.run = parse_json(file.text_attribute("run_config"), path + ": run_config");
+  state.step = header.numbers["step"];
+  state.updates = header.numbers["updates"];
+  state.samples = header.numbers["samples"];
+  state.epoch = header.numbers["epoch"];
+  state.seed = static_cast<uint64_t>(header.numbers["seed"]);
+  state.world_size = static_cast<int>(header.numbers["world_size"]);
+  state.model = parse_json(header.texts["model_config"], path + ": model_config");
+  state.run = parse_json(header.texts["run_config"], path + ": run_config");
   return state;
 }
 
 std::vector<CheckpointEntry> list_checkpoints(const std::string& folder) {
   std::vector<CheckpointEntry> entries;
-  if (!fs::is_directory(folder)) return entries;
+  std::error_code error;
+  if (!fs::is_directory(folder, error)) return entries;
   for (const fs::directory_entry& item : fs::directory_iterator(folder)) {
-    if (item.path().extension() != ".h5" || !item.is_regular_file()) continue;
-    CheckpointEntry entry{item.path().string(), -1, static_cast<int64_t>(item.file_size()), ""};
+    const std::string name = item.path().filename().string();
+    const bool temporary = is_temporary_name(name);
+    if ((item.path().extension() != ".h5" && !temporary) || !item.is_regular_file(error)) continue;
+    const auto bytes = item.file_size(error);
+    if (error) continue;  // it has gone since
+    CheckpointEntry entry{item.path().string(), -1, static_cast<int64_t>(bytes), ""};
     try {
+      if (temporary) fail("{}: an unfinished save, it may be deleted", entry.path);
       entry.step = read_checkpoint_state(entry.path).step;
-    } catch (const std::exception& error) {
-      entry.problem = error.what();
+    } catch (const std::exception& reason) {
+      entry.problem = reason.what();
     }
     entries.push_back(entry);
   }
@@ -255,69 +400,70 @@ std::vector<CheckpointEntry> list_checkpoints(const std::string& folder) {
 }
 
 std::vector<std::string> verify_checkpoint(const World& world, const std::string& path) {
-  std::vector<CheckpointTensor> tensors;
-  std::vector<std::vector<float>> memory;
-  std::vector<std::string> damaged;
+  std::vector<std::string> names, damaged;
   std::vector<int64_t> sums, stored;
   collectively(world, [&] {
-    read_checkpoint_state(path);
     const Hdf5File file = Hdf5File::open(path);
-    for (const std::string& name : file.datasets()) {
-      const Hdf5Dataset info = file.dataset(name);
-      CheckpointTensor t{name, Shape(info.shape.begin(), info.shape.end()), 0, {}};
-      if (const std::string problem = mismatch(file, t); !problem.empty()) fail("{}: {}", path, problem);
-      const int64_t row = t.shape.row_numel(), chunk = (t.shape[0] + world.size() - 1) / world.size();
-      const int64_t begin = std::min(world.rank() * chunk, t.shape[0]), end = std::min(begin + chunk, t.shape[0]);
-      memory.assign(1, std::vector<float>((end - begin) * row));
-      file.read(name, begin, std::span<float>(memory[0]));
-      sums.push_back(static_cast<int64_t>(hash_rows(memory[0].data(), begin, end - begin, row)));
+    names = file.datasets();
+    require_all_present(file, names);
+    std::vector<float> values;
+    for (const std::string& name : names) {
+      const Shape shape = shape_of(file, name);
+      if (const std::string problem = mismatch(file, name, shape); !problem.empty())
+        fail("{}: {}", path, problem);
+      const int64_t begin = shape[0] * world.rank() / world.size();
+      const int64_t end = shape[0] * (world.rank() + 1) / world.size();
+      values.resize((end - begin) * shape.row_numel());
+      file.read(name, begin, std::span<float>(values));
+      sums.push_back(hash_rows(values.data(), begin, end - begin, shape.row_numel()));
       stored.push_back(file.int_attribute(kChecksum, name));
-      tensors.push_back(t);
     }
   });
   sums = wrapping_sum(world, sums);
-  for (size_t i = 0; i < tensors.size(); ++i)
-    if (sums[i] != stored[i]) damaged.push_back(tensors[i].dataset);
+  for (size_t i = 0; i < names.size(); ++i)
+    if (sums[i] != stored[i]) damaged.push_back(names[i]);
   return damaged;
 }
 
 std::string find_checkpoint(const World& world, const std::string& folder,
                             const std::function<void(const std::string&)>& warn) {
-  std::vector<CheckpointEntry> entries;
-  std::string joined;  // candidates as rank 0 sees them, newest first, one a line
-  if (world.rank() == 0) {
-    entries = list_checkpoints(folder);
-    for (const CheckpointEntry& entry : entries) {
+  std::string candidates;  // as rank 0 sees them, newest first, one a line
+  int64_t seen = 0;        // damaged ones included, unfinished saves not
+  auto skip = [&](const std::string& problem) {
+    if (world.rank() == 0) warn("skipped: " + problem);
+  };
+  collectively(world, [&] {
+    if (world.rank() != 0) return;
+    for (const CheckpointEntry& entry : list_checkpoints(folder)) {
+      if (!entry.path.ends_with(".tmp")) ++seen;
       if (entry.problem.empty())
-        joined += entry.path + "\n";
+        candidates += entry.path + "\n";
       else
-        warn(fmt::format("skipped: {}", entry.problem));
+        skip(entry.problem);
     }
-  }
-  int64_t seen = static_cast<int64_t>(entries.size());
+  });
   world.all_reduce_sum(&seen, 1);
-  joined = world.broadcast(joined, 0);
-  for (size_t at = 0; at < joined.size();) {
-    const size_t end = joined.find('\n', at);
-    const std::string path = joined.substr(at, end - at);
-    at = end + 1;
+  std::istringstream lines(world.broadcast(candidates, 0));
+  for (std::string path; std::getline(lines, path);) {
     // A rank that cannot see the file stops the job; damage leads to the one before.
     collectively(world, [&] {
-      if (!fs::exists(path)) fail("{} is not visible here, rank 0 sees it: use a shared folder", path);
+      std::error_code error;
+      if (!fs::exists(path, error))
+        fail("{} is not visible here, rank 0 sees it: use a shared folder", path);
     });
-    std::string problem;
     try {
       const std::vector<std::string> damaged = verify_checkpoint(world, path);
       if (damaged.empty()) return path;
-      problem = fmt::format("{}: wrong checksum of {}", path, fmt::join(damaged, ", "));
+      skip(fmt::format("{}: wrong checksum of {}", path, fmt::join(damaged, ", ")));
     } catch (const AgreedError& error) {
-      problem = error.what();
+      skip(error.what());
     }
-    if (world.rank() == 0) warn(fmt::format("skipped: {}", problem));
   }
   if (seen > 0)
-    throw AgreedError(fmt::format("{} has {} checkpoint file(s), none of them usable: restore one, or remove them to "
-                                  "start anew", folder, seen));
+    throw AgreedError(
+        fmt::format("{} has {} checkpoint file(s), none of them usable: restore one, "
+                    "or remove them to start anew",
+                    folder, seen));
   return "";
 }
 

@@ -38,6 +38,17 @@ void flush_to_disk(const std::string& path) {
     fail("cannot flush {} to the disk: {}", path, std::strerror(errno));
 }
 
+void require_writable(const std::string& path) { const Descriptor file(path, O_RDWR); }
+
+std::string reason_not_writable(const std::string& path) {
+  const Descriptor file(path, O_RDWR);
+  const off_t last = ::lseek(file.id(), 0, SEEK_END) - 1;
+  char byte = 0;
+  if (last < 0 || ::pread(file.id(), &byte, 1, last) < 0 || ::pwrite(file.id(), &byte, 1, last) < 0)
+    return std::strerror(errno);
+  return "";
+}
+
 void reserve_space(const std::string& path) {
   const Descriptor file(path, O_RDWR);
   struct stat status {};

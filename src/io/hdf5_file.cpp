@@ -2,6 +2,9 @@
 
 #include <hdf5.h>
 
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
 #include <utility>
 
 #include "base/check.h"
@@ -25,6 +28,8 @@ std::string take_error_stack() {
   H5Ewalk2(H5E_DEFAULT, H5E_WALK_DOWNWARD, visit, &ends);
   H5Eclear2(H5E_DEFAULT);
   if (ends.outer.empty()) return "no reason given by HDF5";
+  // Its drivers put the time, with a line's end, before errno's text.
+  std::replace(ends.inner.begin(), ends.inner.end(), '\n', ' ');
   return ends.outer == ends.inner ? ends.outer : fmt::format("{}: {}", ends.outer, ends.inner);
 }
 
@@ -184,6 +189,20 @@ std::string hdf5_version() {
   return fmt::format("HDF5 {}.{}.{}", major, minor, release);
 }
 
+std::vector<std::pair<std::string, std::string>> parse_hints(const std::string& text) {
+  std::vector<std::pair<std::string, std::string>> hints;
+  for (size_t at = 0; at < text.size();) {
+    const size_t end = std::min(text.find(',', at), text.size());
+    const std::string pair = text.substr(at, end - at);
+    const size_t equals = pair.find('=');
+    if (equals == std::string::npos || equals == 0)
+      fail_usage("MPI-IO hints are key=value,key=value; found '{}'", pair);
+    hints.emplace_back(pair.substr(0, equals), pair.substr(equals + 1));
+    at = end + 1;
+  }
+  return hints;
+}
+
 Hdf5File Hdf5File::open(const std::string& path) {
   silence_hdf5();
   const Handle access(H5Pcreate(H5P_FILE_ACCESS), path, "create access properties");
@@ -206,24 +225,19 @@ Hdf5File Hdf5File::create_aligned(const std::string& path, int64_t alignment) {
 Hdf5File Hdf5File::open_parallel(const std::string& path, MPI_Comm comm, const std::string& hints,
                                  bool collective) {
   silence_hdf5();
-  MPI_Info info = MPI_INFO_NULL;
-  MPI_Info_create(&info);
-  for (size_t at = 0; at < hints.size();) {
-    const size_t end = std::min(hints.find(',', at), hints.size());
-    const std::string pair = hints.substr(at, end - at);
-    const size_t equals = pair.find('=');
-    if (equals == std::string::npos || equals == 0)
-      fail_usage("MPI-IO hints are key=value,key=value; found '{}'", pair);
-    MPI_Info_set(info, pair.substr(0, equals).c_str(), pair.substr(equals + 1).c_str());
-    at = end + 1;
-  }
+  const auto parsed = parse_hints(hints);
   const Handle access(H5Pcreate(H5P_FILE_ACCESS), path, "create access properties");
   disable_locking(access, path);
-  check(H5Pset_fapl_mpio(access, comm, info), path, "choose MPI-IO");
+  MPI_Info info = MPI_INFO_NULL;
+  MPI_Info_create(&info);
+  for (const auto& [key, value] : parsed) MPI_Info_set(info, key.c_str(), value.c_str());
+  const herr_t chosen = H5Pset_fapl_mpio(access, comm, info);  // keeps a copy of info
+  MPI_Info_free(&info);
+  check(chosen, path, "choose MPI-IO");
   check(H5Pset_all_coll_metadata_ops(access, true), path, "read metadata once for all ranks");
   const hid_t id = H5Fopen(path.c_str(), H5F_ACC_RDWR, access);
-  MPI_Info_free(&info);
   Hdf5File file(path, check(id, path, "open this HDF5 file for all ranks"));
+  file.parallel_ = true;
   file.collective_ = collective;
   return file;
 }
@@ -231,6 +245,7 @@ Hdf5File Hdf5File::open_parallel(const std::string& path, MPI_Comm comm, const s
 Hdf5File::Hdf5File(Hdf5File&& other) noexcept
     : path_(std::move(other.path_)),
       id_(std::exchange(other.id_, H5I_INVALID_HID)),
+      parallel_(other.parallel_),
       collective_(other.collective_) {}
 
 Hdf5File::~Hdf5File() {
@@ -320,9 +335,11 @@ std::vector<std::string> Hdf5File::datasets() const {
     return 0;
   };
 #if H5_VERSION_GE(1, 12, 0)
-  check(H5Ovisit3(id_, H5_INDEX_NAME, H5_ITER_INC, visit, &names, H5O_INFO_BASIC), path_, "list datasets");
+  check(H5Ovisit3(id_, H5_INDEX_NAME, H5_ITER_INC, visit, &names, H5O_INFO_BASIC), path_,
+        "list datasets");
 #else
-  check(H5Ovisit2(id_, H5_INDEX_NAME, H5_ITER_INC, visit, &names, H5O_INFO_BASIC), path_, "list datasets");
+  check(H5Ovisit2(id_, H5_INDEX_NAME, H5_ITER_INC, visit, &names, H5O_INFO_BASIC), path_,
+        "list datasets");
 #endif
   return names;
 }
@@ -369,14 +386,14 @@ void Hdf5File::create_dataset(const std::string& name, Hdf5Type type,
 
 void Hdf5File::write_rows(const std::string& name, Hdf5Type type, int64_t first, int64_t numel,
                           const void* from) {
-  if (numel == 0 && !collective_) return;
+  if (numel == 0 && !parallel_) return;
   const RowSelection rows = select_rows(id_, path_, name, type, first, numel);
   const Handle transfer(H5Pcreate(H5P_DATASET_XFER), path_, "create transfer properties");
   if (collective_)
     check(H5Pset_dxpl_mpio(transfer, H5FD_MPIO_COLLECTIVE), path_, "choose collective transfers");
-  check(H5Dwrite(rows.dataset, native_type(type), rows.memory_space, rows.file_space, transfer,
-                 from),
-        path_, fmt::format("write {} elements of dataset {}", numel, name));
+  check(
+      H5Dwrite(rows.dataset, native_type(type), rows.memory_space, rows.file_space, transfer, from),
+      path_, fmt::format("write {} elements of dataset {}", numel, name));
 }
 
 void Hdf5File::read_rows(const std::string& name, Hdf5Type type, int64_t first, int64_t numel,

@@ -73,9 +73,11 @@ HeaderEntry parse_entry(const json& value, const std::string& what) {
   int64_t bytes = entry.file_dtype->size;
   for (const json& dim : shape) {
     entry.shape.push_back(natural(dim, what + ": shape"));
-    if (__builtin_mul_overflow(bytes, dim.get<int64_t>(), &bytes))
+    // As if a 0 were a 1, so that no product of some dimensions overflows either.
+    if (__builtin_mul_overflow(bytes, std::max<int64_t>(1, dim.get<int64_t>()), &bytes))
       fail("{}: shape {} is larger than any file", what, shape.dump());
   }
+  if (entry.shape.numel() == 0) bytes = 0;
   entry.begin = natural(offsets[0], what + ": data_offsets");
   entry.end = natural(offsets[1], what + ": data_offsets");
   if (entry.end - entry.begin != bytes)
@@ -94,6 +96,13 @@ float half_to_float(uint16_t half) {
   }
   const uint32_t wide = exponent == 31 ? 255u : exponent + 112u;  // bias 127 − bias 15
   return std::bit_cast<float>(sign | wide << 23 | mantissa << 13);
+}
+
+// Nearest, ties to even; NaN stays NaN.
+uint16_t bf16_bits(float value) {
+  const uint32_t bits = std::bit_cast<uint32_t>(value);
+  if ((bits & 0x7fffffffu) > 0x7f800000u) return static_cast<uint16_t>(bits >> 16 | 0x40u);
+  return static_cast<uint16_t>((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
 }
 
 template <typename Convert>
@@ -216,29 +225,62 @@ void SafetensorsFile::read_f32(const std::string& name, int64_t first, int64_t n
   }
 }
 
-void write_safetensors(const std::string& path,
-                       const std::vector<std::pair<std::string, Tensor>>& tensors,
-                       std::map<std::string, std::string> metadata) {
+SafetensorsWriter::SafetensorsWriter(const std::string& path, std::vector<SafetensorsEntry> entries,
+                                     std::map<std::string, std::string> metadata)
+    : entries_(std::move(entries)), file_(path) {
   metadata.emplace("format", "pt");
   json header = {{"__metadata__", metadata}};
   int64_t offset = 0;
-  for (const auto& [name, tensor] : tensors) {
-    QS_CHECK(tensor.contiguous(), "{}: tensor {} is not contiguous", path, name);
-    QS_CHECK(!header.contains(name), "{}: tensor {} is given twice", path, name);
-    const int64_t end = offset + static_cast<int64_t>(tensor.bytes());
-    header[name] = {{"dtype", file_name_of(tensor.dtype)},
-                    {"shape", std::vector<int64_t>(tensor.shape.begin(), tensor.shape.end())},
-                    {"data_offsets", {offset, end}}};
+  for (const SafetensorsEntry& e : entries_) {
+    QS_CHECK(!header.contains(e.name), "{}: tensor {} is given twice", path, e.name);
+    const int64_t end = offset + e.shape.numel() * static_cast<int64_t>(dtype_size(e.dtype));
+    header[e.name] = {{"dtype", file_name_of(e.dtype)},
+                      {"shape", std::vector<int64_t>(e.shape.begin(), e.shape.end())},
+                      {"data_offsets", {offset, end}}};
     offset = end;
   }
   std::string text = header.dump();
   text.resize((text.size() + 7) / 8 * 8, ' ');  // so that the data are 8-byte aligned
   const uint64_t length = text.size();
-  AtomicFile file(path);
-  file.write(&length, sizeof length);
-  file.write(text.data(), text.size());
-  for (const auto& [name, tensor] : tensors) file.write(tensor.data, tensor.bytes());
-  file.commit();
+  file_.write(&length, sizeof length);
+  file_.write(text.data(), text.size());
+}
+
+void SafetensorsWriter::append(const Tensor& values) {
+  QS_CHECK(next_ < entries_.size(), "more values than the {} entries", entries_.size());
+  const SafetensorsEntry& e = entries_[next_++];
+  QS_CHECK(values.contiguous(), "tensor {} is not contiguous", e.name);
+  QS_CHECK(values.numel() == e.shape.numel(), "tensor {} has {} elements, expected {}", e.name,
+           values.numel(), e.shape.numel());
+  if (e.dtype == DType::bf16 && values.dtype == DType::f32) return append_rounded(values);
+  QS_CHECK(values.dtype == e.dtype, "tensor {} holds {}, expected {}", e.name,
+           dtype_name(values.dtype), dtype_name(e.dtype));
+  file_.write(values.data, values.bytes());
+}
+
+void SafetensorsWriter::append_rounded(const Tensor& values) {
+  constexpr int64_t kPiece = 1 << 16;  // elements
+  std::vector<bf16_t> rounded(static_cast<size_t>(std::min(kPiece, values.numel())));
+  for (int64_t at = 0; at < values.numel(); at += kPiece) {
+    const int64_t n = std::min(kPiece, values.numel() - at);
+    for (int64_t i = 0; i < n; ++i) rounded[i].bits = bf16_bits(values.as<float>()[at + i]);
+    file_.write(rounded.data(), static_cast<size_t>(n) * sizeof(bf16_t));
+  }
+}
+
+void SafetensorsWriter::commit() {
+  QS_CHECK(next_ == entries_.size(), "{} of {} entries have values", next_, entries_.size());
+  file_.commit();
+}
+
+void write_safetensors(const std::string& path,
+                       const std::vector<std::pair<std::string, Tensor>>& tensors,
+                       std::map<std::string, std::string> metadata) {
+  std::vector<SafetensorsEntry> entries;
+  for (const auto& [name, tensor] : tensors) entries.push_back({name, tensor.dtype, tensor.shape});
+  SafetensorsWriter writer(path, std::move(entries), std::move(metadata));
+  for (const auto& [name, tensor] : tensors) writer.append(tensor);
+  writer.commit();
 }
 
 }  // namespace qshard

@@ -142,6 +142,23 @@ void check_layer_types(const Fields& fields, int64_t num_hidden_layers) {
       fields.refuse(fmt::format("layer_types[{}]", l).c_str(), (*types)[l], "\"full_attention\"");
 }
 
+// Every number of elements, bytes and FLOPs then fits into 64 bits, and the table of parameters
+// into memory.
+void check_size(const Fields& fields, const Qwen3Config& c) {
+  constexpr int64_t kMaxLayers = 1 << 14;
+  constexpr double kMaxParameters = 1e15;
+  if (c.num_hidden_layers > kMaxLayers)
+    fields.refuse("num_hidden_layers", c.num_hidden_layers, fmt::format("at most {}", kMaxLayers));
+  const double C = static_cast<double>(c.hidden_size), D = static_cast<double>(c.head_dim);
+  const double heads = static_cast<double>(c.num_attention_heads + c.num_key_value_heads);
+  const double layer = C * (2 * heads * D + 3 * static_cast<double>(c.intermediate_size));
+  const double all = static_cast<double>(c.num_hidden_layers) * layer +
+                     2 * C * static_cast<double>(c.vocab_size);
+  if (all > kMaxParameters)
+    fail_usage("{}: a model of {:.1e} parameters, supported: at most {:.0e}", fields.where(), all,
+               kMaxParameters);
+}
+
 void check_heads(const Fields& fields, const Qwen3Config& c) {
   if (c.num_attention_heads % c.num_key_value_heads != 0)
     fields.refuse("num_attention_heads", c.num_attention_heads,
@@ -179,6 +196,7 @@ Qwen3Config Qwen3Config::from_json(const json& object, const std::string& where)
   c.tie_word_embeddings = fields.flag("tie_word_embeddings", false);
   check_layer_types(fields, c.num_hidden_layers);
   check_heads(fields, c);
+  check_size(fields, c);
   return c;
 }
 

@@ -31,4 +31,11 @@ std::vector<ParamSpec> root_params(const Qwen3Config& c) {
   return params;
 }
 
+std::vector<ParamSpec> all_params(const Qwen3Config& c) {
+  std::vector<ParamSpec> params = root_params(c);
+  for (int64_t l = 0; l < c.num_hidden_layers; ++l)
+    for (ParamSpec& p : layer_params(c, l)) params.push_back(std::move(p));
+  return params;
+}
+
 }  // namespace qshard

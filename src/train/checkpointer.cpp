@@ -1,7 +1,8 @@
 #include "train/checkpointer.h"
 
-#include <cmath>
 #include <csignal>
+
+#include "io/hdf5_file.h"
 
 namespace qshard {
 namespace {
@@ -22,7 +23,8 @@ void install_signal_handlers() {
 
 bool stop_requested() { return stop_signal != 0; }
 
-std::vector<CheckpointTensor> checkpoint_tensors(const World& world, Qwen3Model& model, bool model_only) {
+std::vector<CheckpointTensor> checkpoint_tensors(const World& world, Qwen3Model& model,
+                                                 bool model_only) {
   std::vector<CheckpointTensor> tensors;
   for (int u = 0; u < model.num_units(); ++u) {
     const Unit& unit = model.unit(u);
@@ -38,29 +40,24 @@ std::vector<CheckpointTensor> checkpoint_tensors(const World& world, Qwen3Model&
   return tensors;
 }
 
-Checkpointer::Checkpointer(const CheckpointOptions& options, const std::string& folder, const World& world,
-                           Backend& backend, Qwen3Model& model)
+Checkpointer::Checkpointer(const CheckpointOptions& options, const std::string& folder,
+                           const World& world, Backend& backend, Qwen3Model& model)
     : options_(options), folder_(folder), world_(world), backend_(backend), model_(model) {
   options_.save.piece_bytes = options.piece_mb << 20;
   options_.save.alignment = options.alignment_kb << 10;
-  if (!options.async) return;
-  if (!world.threads_may_call())
-    fail_usage("checkpoint.async needs an MPI library with MPI_THREAD_MULTIPLE, {} offers less: "
-               "use --checkpoint.async false", world.mpi_version());
-  background_world_ = world.duplicate();
+  collectively(world_, [&] {
+    parse_hints(options_.save.hints);
+    if (options_.async && !world_.threads_may_call())
+      fail_usage(
+          "checkpoint.async needs an MPI library with MPI_THREAD_MULTIPLE, {} offers less: "
+          "use --checkpoint.async false",
+          world_.mpi_version());
+  });
+  if (options_.async) background_world_ = world.duplicate();
 }
 
 Checkpointer::~Checkpointer() {
   if (thread_.joinable()) thread_.join();
-}
-
-void Checkpointer::require_finite(int64_t step) const {
-  collectively(world_, [&] {
-    for (const CheckpointTensor& t : checkpoint_tensors(world_, model_, false))
-      if (!std::isfinite(backend_.ops->sum_squares(t.rows)))
-        fail("{} has values that are not finite after step {}: not saved, older checkpoints are intact",
-             t.dataset, step);
-  });
 }
 
 // A copy of all tensors; its memory is kept from save to save.
@@ -68,7 +65,8 @@ std::vector<CheckpointTensor> Checkpointer::snapshot() {
   std::vector<CheckpointTensor> tensors = checkpoint_tensors(world_, model_, false);
   for (size_t i = 0; i < tensors.size(); ++i) {
     if (snapshot_.size() == i)
-      snapshot_.emplace_back(*backend_.device, DType::f32, tensors[i].rows.shape, Segment::workspace, "snapshot");
+      snapshot_.emplace_back(*backend_.device, DType::f32, tensors[i].rows.shape,
+                             Segment::workspace, "snapshot");
     backend_.device->copy(snapshot_[i]->data, tensors[i].rows.data, tensors[i].rows.bytes());
     tensors[i].rows = snapshot_[i];
   }
@@ -77,10 +75,10 @@ std::vector<CheckpointTensor> Checkpointer::snapshot() {
 
 void Checkpointer::save(const CheckpointState& state) {
   finish();
-  require_finite(state.step);
   last_step_ = state.step;
   if (!options_.async) {
-    report_ = save_checkpoint(world_, folder_, state, checkpoint_tensors(world_, model_, false), options_.save);
+    report_ = save_checkpoint(world_, folder_, state, checkpoint_tensors(world_, model_, false),
+                              options_.save);
     report_ready_ = true;
     return;
   }
@@ -90,6 +88,7 @@ void Checkpointer::save(const CheckpointState& state) {
       report_ready_ = true;
     } catch (...) {
       failure_ = std::current_exception();
+      failed_ = true;
     }
   });
 }

@@ -1,51 +1,75 @@
 #include "train/export.h"
 
-#include <set>
+#include <memory>
+
+#include "model/qwen3_params.h"
 
 namespace qshard {
+namespace {
+
+struct ShardedTensor {
+  const ParamSpec* spec;
+  Tensor rows;  // this rank's
+};
+
+std::vector<ShardedTensor> sharded_tensors(Qwen3Model& model, ExportWhat what) {
+  std::vector<ShardedTensor> tensors;
+  for (int u = 0; u < model.num_units(); ++u) {
+    const Unit& unit = model.unit(u);
+    for (int i = 0; i < unit.size(); ++i)
+      tensors.push_back({&unit.layout().params()[i],
+                         what == ExportWhat::weights ? unit.master(i) : unit.grad_shard(i)});
+  }
+  return tensors;
+}
+
+}  // namespace
 
 void export_model(const World& world, Qwen3Model& model, ExportWhat what, const std::string& path,
                   float scale) {
-  std::vector<std::vector<float>> values;
-  std::vector<std::pair<std::string, Tensor>> tensors;
-  for (int u = 0; u < model.num_units(); ++u) {
-    Unit& unit = model.unit(u);
-    for (int i = 0; i < unit.size(); ++i) {
-      const Tensor rows = what == ExportWhat::weights ? unit.master(i) : unit.grad_shard(i);
-      values.push_back(gather_to_rank0(world, rows.as<float>(), rows.numel()));
-      if (scale != 1)
-        for (float& v : values.back()) v *= scale;
-      const ParamSpec& spec = unit.layout().params()[i];
-      tensors.emplace_back(spec.name, Tensor(values.back().data(), DType::f32, spec.shape));
-    }
+  const std::vector<ShardedTensor> tensors = sharded_tensors(model, what);
+  std::unique_ptr<SafetensorsWriter> writer;  // on rank 0
+  collectively(world, [&] {
+    if (world.rank() != 0) return;
+    std::vector<SafetensorsEntry> entries;
+    for (const ShardedTensor& t : tensors)
+      entries.push_back({t.spec->name, DType::f32, t.spec->shape});
+    writer = std::make_unique<SafetensorsWriter>(path, std::move(entries));
+  });
+  std::vector<float> rows;
+  for (const ShardedTensor& t : tensors) {
+    rows.resize(t.rows.numel());
+    model.device().copy(rows.data(), t.rows.as<float>(), t.rows.bytes());
+    std::vector<float> values = gather_to_rank0(world, rows.data(), t.rows.numel());
+    for (float& v : values) v *= scale;
+    collectively(world, [&] {
+      if (writer) writer->append(Tensor::of(values.data(), t.spec->shape));
+    });
   }
   collectively(world, [&] {
-    if (world.rank() == 0) write_safetensors(path, tensors, {{"format", "pt"}});
+    if (writer) writer->commit();
   });
 }
 
-void import_weights(const World& world, Qwen3Model& model, const SafetensorsFile& file) {
+void import_weights(const World& world, Qwen3Model& model, const HfWeights& weights,
+                    const std::function<void(const std::string&)>& warn) {
+  std::vector<float> values;
   collectively(world, [&] {
-    std::set<std::string> known;
+    weights.require(all_params(model.config()));
     for (int u = 0; u < model.num_units(); ++u) {
-      Unit& unit = model.unit(u);
+      const Unit& unit = model.unit(u);
       for (int i = 0; i < unit.size(); ++i) {
-        const ParamSpec& spec = unit.layout().params()[i];
-        known.insert(spec.name);
-        if (!file.contains(spec.name)) fail("{}: tensor {} is missing", file.path(), spec.name);
-        if (!(file[spec.name].shape == spec.shape))
-          fail("{}: {} expected {} (from the config), found {}", file.path(), spec.name, spec.shape.str(),
-               file[spec.name].shape.str());
         const ParamLayout& layout = unit.layout()[i];
         const RowRange rows = layout.rows_of(world.rank());
-        file.read_f32(spec.name, rows.begin * layout.row_numel, rows.size() * layout.row_numel,
-                      unit.master(i).as<float>());
+        const Tensor master = unit.master(i);
+        values.resize(master.numel());
+        weights.read_f32(unit.layout().params()[i].name, rows.begin * layout.row_numel,
+                         master.numel(), values.data());
+        model.device().copy(master.as<float>(), values.data(), master.bytes());
       }
     }
-    for (const std::string& name : file.names())
-      if (!known.count(name) && !(name == "lm_head.weight" && model.config().tie_word_embeddings))
-        fail("{}: tensor {} does not belong to this model", file.path(), name);
   });
+  if (model.config().tie_word_embeddings) warn_of_tied_head(world, weights, warn);
   for (int u = 0; u < model.num_units(); ++u) {
     model.unit(u).cast_to_compute();
     model.unit(u).publish();

@@ -1,8 +1,28 @@
 #include "train/train_config.h"
 
 #include <algorithm>
+#include <set>
+
+#include "backends.h"
+#include "train/hf_folder.h"
 
 namespace qshard {
+
+namespace {
+
+void require_same_model(const Qwen3Config& here, const Qwen3Config& there, const std::string& folder) {
+  // How new weights are drawn and what others advertise.
+  const std::set<std::string> ignored = {"initializer_range", "max_position_embeddings"};
+  std::vector<std::string> differences;
+  const nlohmann::json a = here.to_json(), b = there.to_json();
+  for (const auto& [name, value] : a.items())
+    if (value != b[name] && !ignored.count(name))
+      differences.push_back(fmt::format("{}: {} here, {} there", name, value.dump(), b[name].dump()));
+  if (!differences.empty())
+    fail_usage("{}/config.json is of another model than the options model.*: {}", folder, fmt::join(differences, ", "));
+}
+
+}  // namespace
 
 void TrainConfig::describe(OptionTable& t) {
   t.section("model", "shape, as in a Hugging Face config.json");
@@ -96,12 +116,19 @@ void TrainConfig::describe(OptionTable& t) {
   t.add("checkpoint.hints", checkpoint.save.hints, "MPI-IO hints, striping_factor=8,striping_unit=4194304");
 
   t.section("comm", "what moves between ranks");
-  t.add("comm.transport", transport, "shm: shared memory in a node; mpi: plain MPI calls").one_of({"shm", "mpi"});
+  t.add("comm.transport", transport, "shm: shared memory in a node; mpi: plain MPI calls; nccl: GPUs; auto: shm or nccl")
+      .one_of({"auto", "shm", "mpi", "nccl"});
   t.section("device", "what computes");
-  t.add("device.backend", backend, "the operators' implementation").one_of({"cpu"});
+  t.add("device.backend", backend, "what runs the operators; cuda needs a build by `make CUDA=1`").one_of({"cpu", "cuda"});
 }
 
 void TrainConfig::finish(int ranks) {
+  if (!init.empty() && init != "weights-only" && hf_folder().empty())
+    fail_usage("--init {}: expected hf:DIR or weights-only", init);
+  transport = choose_transport(transport, backend);
+  if (backend == "cuda" && (checkpoint.every || checkpoint.at_end || train.stop_after || resume != "none"))
+    fail_usage("device.backend cuda saves and loads no checkpoints yet: use --checkpoint.every 0 --checkpoint.at_end "
+               "false, neither --train.stop_after nor --resume; train.save_model writes the weights at the end");
   fsdp.param_dtype = parse_dtype(train.param_dtype);
   fsdp.reduce_dtype = parse_dtype(train.reduce_dtype);
   adamw.decay_matrices_only = decay == "matrices";
@@ -127,9 +154,13 @@ void TrainConfig::finish(int ranks) {
   if (train.micro_batch == 0) train.micro_batch = train.global_batch / ranks;
 }
 
+std::string TrainConfig::hf_folder() const { return init.starts_with("hf:") ? init.substr(3) : ""; }
+
 Qwen3Config TrainConfig::load_model() const {
+  const std::string folder = hf_folder();
+  const std::string path = model.config.empty() && !folder.empty() ? folder + "/config.json" : model.config;
   nlohmann::json json = nlohmann::json::object();
-  if (!model.config.empty()) json = parse_json(read_file(model.config), model.config);
+  if (!path.empty()) json = parse_json(read_file(path), path);
   auto override_with = [&](const char* field, const auto& value) {
     if (value != std::decay_t<decltype(value)>{}) json[field] = value;
   };
@@ -148,15 +179,18 @@ Qwen3Config TrainConfig::load_model() const {
   for (const char* field : {"rope_parameters", "rope_scaling"})
     if (model.rope_theta != 0 && json.contains(field) && json[field].is_object())
       json[field].erase("rope_theta");
-  return Qwen3Config::from_json(json, model.config.empty() ? "the options model.*" : model.config);
+  const Qwen3Config config = Qwen3Config::from_json(json, path.empty() ? "the options model.*" : path);
+  if (!folder.empty()) require_same_model(config, read_hf_config(folder), folder);
+  return config;
 }
 
 ConfigChanges compare_runs(const nlohmann::json& saved, const nlohmann::json& now) {
-  // What changes rounding at most, or only what is reported and kept.
+  // What changes rounding at most, or only what is reported and kept; the model is compared as it is
+  // after its file and these options were put together.
   static const std::vector<std::string> ignored = {
       "/train/micro_batch", "/train/log_every", "/train/eval_every", "/train/eval_samples", "/train/out",
       "/train/overwrite",   "/train/save_model", "/train/peak_gflops", "/train/stop_after", "/data/val",
-      "/fsdp",              "/comm",             "/device",            "/checkpoint",       "/model/config"};
+      "/fsdp",              "/comm",             "/device",            "/checkpoint",       "/model/"};
   auto starts_with_any = [](const std::string& path, const std::vector<std::string>& prefixes) {
     return std::any_of(prefixes.begin(), prefixes.end(), [&](const std::string& p) { return path.starts_with(p); });
   };

@@ -6,7 +6,10 @@
 #include <filesystem>
 
 #include "comm/gather.h"
+#include "io/hdf5_file.h"
+#include "model/qwen3_params.h"
 #include "train/export.h"
+#include "train/hf_folder.h"
 
 namespace qshard {
 namespace {
@@ -45,6 +48,12 @@ Trainer::Trainer(TrainConfig config, const nlohmann::json& settings, const std::
   settings_["derived"] = {{"samples", sampler_->samples()}};
   choose_checkpoint();
   if (nothing_to_do()) return;
+  std::unique_ptr<HfWeights> weights;
+  collectively(world_, [&] {
+    if (!checkpoint_.empty() || config_.hf_folder().empty()) return;
+    weights = std::make_unique<HfWeights>(config_.hf_folder());
+    weights->require(all_params(model_config_));
+  });
   prepare_outputs(settings);
   print_start(table);
 
@@ -52,10 +61,12 @@ Trainer::Trainer(TrainConfig config, const nlohmann::json& settings, const std::
                                      config_.train.micro_batch, config_.train.seq, world_, backend_);
   checkpointer_ = std::make_unique<Checkpointer>(config_.checkpoint, config_.checkpoint_folder(), world_, backend_,
                                                  engine_->model());
-  if (checkpoint_.empty())
-    engine_->model().init_parameters(config_.train.seed);
-  else
+  if (!checkpoint_.empty())
     restore();
+  else if (weights)
+    start_from(*weights);
+  else
+    engine_->model().init_parameters(config_.train.seed);
   open_metrics();
 }
 
@@ -63,17 +74,22 @@ Trainer::Trainer(TrainConfig config, const nlohmann::json& settings, const std::
 void Trainer::choose_checkpoint() {
   const bool weights_only = config_.init == "weights-only";
   if (config_.resume == "none") {
-    if (weights_only) fail_usage("--init weights-only takes the weights of --resume PATH, which is not given");
+    if (weights_only)
+      throw AgreedError("--init weights-only takes the weights of --resume PATH, which is not given", kExitUsage);
     return;
   }
   const bool automatic = config_.resume == "auto";
+  if (!automatic && !config_.hf_folder().empty())
+    throw AgreedError(fmt::format("--init {} and --resume {} both give the weights: keep one", config_.init,
+                                  config_.resume), kExitUsage);
   if (automatic && config_.train.out.empty())
     throw AgreedError("--resume auto looks in <train.out>/checkpoints: name the folder with --train.out", kExitUsage);
   checkpoint_ = automatic ? config_.checkpoint_folder() : config_.resume;
-  int64_t is_file = std::filesystem::is_regular_file(checkpoint_);
+  std::error_code ignored;
+  const bool is_file = std::filesystem::is_regular_file(checkpoint_, ignored);
   if (world_.broadcast(is_file ? "file" : "", 0).empty()) {
     const std::string folder = checkpoint_;
-    checkpoint_ = find_checkpoint(world_, folder, [](const std::string& text) { say("warning  {}", text); });
+    checkpoint_ = find_checkpoint(world_, folder, [](const std::string& text) { say("warning     {}", text); });
     if (checkpoint_.empty() && !automatic) throw AgreedError(fmt::format("no checkpoint in {}", folder));
   }
   if (checkpoint_.empty()) {
@@ -95,7 +111,7 @@ void Trainer::require_compatible(const CheckpointState& saved) const {
   changes.mathematics.insert(changes.mathematics.end(), model.mathematics.begin(), model.mathematics.end());
   if (world_.rank() == 0)
     for (const auto* list : {&changes.others, &changes.mathematics})
-      for (const std::string& change : *list) say("warning  differs from the saved run: {}", change);
+      for (const std::string& change : *list) say("warning     differs from the saved run: {}", change);
   if (!changes.mathematics.empty() && !config_.allow_changes)
     fail_usage("{}: options that change the mathematics differ: {}; use the saved values, or --allow-changes",
                checkpoint_, fmt::join(changes.mathematics, ", "));
@@ -111,8 +127,13 @@ void Trainer::restore() {
   }
   if (!weights_only) engine_->restore(saved_.step, saved_.updates);
   if (world_.rank() == 0)
-    say("resumed  {} written by {} rank(s) in {:.2f} s: {}", checkpoint_, saved_.world_size, seconds_since(begin),
+    say("resumed     {} written by {} rank(s) in {:.2f} s: {}", checkpoint_, saved_.world_size, seconds_since(begin),
         weights_only ? "weights only, starting at step 1" : fmt::format("going on with step {}", first_step_));
+}
+
+void Trainer::start_from(const HfWeights& weights) {
+  import_weights(world_, engine_->model(), weights, [](const std::string& text) { say("warning     {}", text); });
+  if (world_.rank() == 0) say("weights     {}", weights.folder());
 }
 
 void Trainer::save(int64_t step) {
@@ -130,8 +151,10 @@ void Trainer::save(int64_t step) {
 
 void Trainer::log_save() {
   if (!metrics_) return;
-  if (const auto report = checkpointer_->take_report())
-    metrics_->checkpoint(report->step, report->path, report->bytes, report->seconds);
+  const auto report = checkpointer_->take_report();
+  if (!report) return;
+  metrics_->checkpoint(report->step, report->path, report->bytes, report->seconds);
+  if (!report->warning.empty()) say("warning     {}", report->warning);
 }
 
 void Trainer::open_metrics() {
@@ -197,7 +220,11 @@ void Trainer::prepare_outputs(const nlohmann::json& settings) {
     std::error_code error;
     std::filesystem::create_directories(folder, error);
     if (error) fail("cannot create {}: {}", folder.string(), error.message());
-    const bool goes_on = first_step_ > 1 && checkpoint_.starts_with(config_.checkpoint_folder());
+    // A run that was killed before its first checkpoint is gone on with as well.
+    const std::filesystem::path from = std::filesystem::path(checkpoint_).parent_path();
+    const bool goes_on = config_.resume == "auto" ||
+                         (first_step_ > 1 && std::filesystem::equivalent(
+                                                 from, config_.checkpoint_folder(), error));
     for (const char* name : {"run.json", "metrics.jsonl", "config.json", "model.safetensors"}) {
       if (goes_on || !std::filesystem::exists(folder / name)) continue;
       if (!config_.train.overwrite)
@@ -215,22 +242,23 @@ void Trainer::print_start(const std::string& table) {
                                                world_.threads_per_rank(), world_.host()));
   if (world_.rank() != 0) return;
   const TrainOptions& t = config_.train;
-  say("{}", table);
-  say("model    {} parameters, {} layers; a rank holds 1/{} of each", model_config_.num_parameters(),
+  say("settings    * = not the default; all of them in run.json, what they mean: qshard train --help\n{}", table);
+  say("model       {} parameters, {} layers; a rank holds 1/{} of each", model_config_.num_parameters(),
              model_config_.num_hidden_layers, world_.size());
-  say("data     {}: {} tokens, {} samples of {} tokens, {} steps an epoch ({} samples left out of each)",
+  say("data        {}: {} tokens, {} samples of {} tokens, {} steps an epoch ({} samples left out of each)",
              config_.data.train, train_file_->info().tokens, sampler_->samples(), t.seq, sampler_->steps_per_epoch(),
              sampler_->dropped_per_epoch());
-  say("step     {} sequences = {} ranks × {} micro-batches × {} sequences of {} tokens", t.global_batch,
+  say("step        {} sequences = {} ranks × {} micro-batches × {} sequences of {} tokens", t.global_batch,
              world_.size(), config_.accumulation(world_.size()), t.micro_batch, t.seq);
-  say("numbers  parameters {}, gradients reduced as {}, sums and master weights f32", t.param_dtype, t.reduce_dtype);
-  say("ranks    {} on {} node(s), {}, {} thread(s) a rank, {}, transport {}", world_.size(), world_.nodes(),
-             backend_.device->name(), world_.threads_per_rank(), world_.mpi_version(), config_.transport);
+  say("numbers     parameters {}, gradients reduced as {}, sums and master weights f32", t.param_dtype, t.reduce_dtype);
+  say("ranks       {} on {} node(s), {}, {} thread(s) a rank, {}, transport {}", world_.size(), world_.nodes(),
+             backend_.device->name(), world_.threads_per_rank(),
+             fmt::format("{}, {}", world_.mpi_version(), hdf5_version()), config_.transport);
   if (world_.cpus() < world_.node_size())
-    say("warning  {} cpu(s) for {} ranks on this node: ranks take turns", world_.cpus(), world_.node_size());
+    say("warning     {} cpu(s) for {} ranks on this node: ranks take turns", world_.cpus(), world_.node_size());
   for (const std::string& rank : ranks)
-    if (world_.nodes() > 1) say("rank     {}", rank);
-  say("output   {}", t.out);
+    if (world_.nodes() > 1) say("rank        {}", rank);
+  say("output      {}", t.out);
 }
 
 int Trainer::run() {
@@ -264,10 +292,12 @@ void Trainer::train_step(int64_t step) {
   const double lr = learning_rate(config_.schedule, step);
   const StepResult result = engine_->step(batches, lr);
   const bool limit = config_.train.stop_after && step - first_step_ + 1 >= config_.train.stop_after;
-  double highest[2] = {static_cast<double>(peak_memory()), stop_requested() || limit ? 1.0 : 0.0};
-  world_.all_reduce_max(highest, 2);
+  double highest[3] = {static_cast<double>(peak_memory()), stop_requested() || limit ? 1.0 : 0.0,
+                       checkpointer_->failed() ? 1.0 : 0.0};
+  world_.all_reduce_max(highest, 3);
   stop_ = highest[1] > 0;
   if (metrics_) metrics_->step(step, result, lr, {seconds_since(begin), static_cast<int64_t>(highest[0])});
+  if (highest[2] > 0) checkpointer_->finish();  // throws on all ranks
 }
 
 // This rank's share of the step, see [Note: Sample order] in io/dataset.h.
@@ -321,10 +351,7 @@ void Trainer::save_model() {
   const std::string path = config_.train.out + "/model.safetensors";
   export_model(world_, engine_->model(), ExportWhat::weights, path);
   collectively(world_, [&] {
-    if (world_.rank() != 0) return;
-    std::ofstream file(config_.train.out + "/config.json");
-    file << model_config_.to_json().dump(2) << '\n';
-    if (!file.flush()) fail("cannot write {}/config.json", config_.train.out);
+    if (world_.rank() == 0) write_hf_config(config_.train.out + "/config.json", model_config_, DType::f32);
   });
   if (world_.rank() == 0)
     say("outputs in {}: metrics.jsonl, run.json, and config.json + model.safetensors for Hugging Face",

@@ -10,6 +10,7 @@
 
 #include "base/config.h"
 #include "train/export.h"
+#include "train/metrics.h"
 
 namespace qshard {
 namespace {
@@ -224,7 +225,7 @@ VerifyReport verify_reference(const VerifyOptions& options, World& world, Backen
   AdamWOptions adamw;
   OutputFolder folder;  // on rank 0
   float grad_scale = 1;
-  std::unique_ptr<SafetensorsFile> weights;
+  std::unique_ptr<HfWeights> weights;
   collectively(world, [&] {
     fsdp.param_dtype = parse_dtype(options.param_dtype);
     fsdp.reduce_dtype = parse_dtype(options.reduce_dtype);
@@ -238,14 +239,15 @@ VerifyReport verify_reference(const VerifyOptions& options, World& world, Backen
         fail("{}/train.json: {} steps, but {} expected results", options.folder, c.steps,
              c.train["expected"].size());
     });
-    weights = std::make_unique<SafetensorsFile>(options.folder + "/model.safetensors");
+    weights = std::make_unique<HfWeights>(options.folder);
     if (world.rank() == 0) {
       grad_scale = reading_train_json(options, [&] { return gradient_scale(options, c, adamw.clip); });
       folder.create(options.out);
     }
   });
   Engine engine(c.config, fsdp, adamw, options.transport, c.B, c.T, world, backend);
-  import_weights(world, engine.model(), *weights);
+  import_weights(world, engine.model(), *weights,
+                 [](const std::string& text) { say("warning  {}", text); });
   const std::string& out = folder.path();
   const json results = replay(c, engine, world, out, grad_scale);
 

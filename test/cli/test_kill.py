@@ -6,27 +6,9 @@ import time
 
 import cli
 import runs
+from checkpoints import ranks_of
 
 ENDLESS = dict(train__steps=1000000, train__log_every=1000000)
-
-
-def ranks_of(process):
-    """Process ids of the ranks under mpirun, by rank."""
-    found = {}
-    for entry in os.listdir("/proc"):
-        if not entry.isdigit():
-            continue
-        try:
-            with open(f"/proc/{entry}/stat") as file:
-                parent = int(file.read().rsplit(")", 1)[1].split()[1])
-            if parent != process.pid or os.path.realpath(f"/proc/{entry}/exe") != str(cli.QSHARD):
-                continue
-            with open(f"/proc/{entry}/environ") as file:
-                environment = dict(e.partition("=")[::2] for e in file.read().split("\0"))
-            found[int(environment["OMPI_COMM_WORLD_RANK"])] = int(entry)
-        except (OSError, KeyError):
-            continue
-    return [found[rank] for rank in sorted(found)]
 
 
 def expect_gone(ranks, seconds=5):

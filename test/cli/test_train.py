@@ -110,7 +110,7 @@ def test_outputs(tmp):
     assert result.err == "", result
     assert str(tmp / "out") in result.out.splitlines()[-1], result
     assert sorted(p.name for p in (tmp / "out").iterdir()) == [
-        "config.json", "metrics.jsonl", "model.safetensors", "run.json"]
+        "checkpoints", "config.json", "metrics.jsonl", "model.safetensors", "run.json"]
     shapes = tensors(tmp / "out" / "model.safetensors")
     assert len(shapes) == 2 + 2 * 11 and "lm_head.weight" not in shapes, shapes
     assert shapes["model.embed_tokens.weight"] == [61, 24]  # 61 rows on 4 ranks, without padding
