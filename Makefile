@@ -3,6 +3,8 @@
 ## Variables
 ##   V=1               show the commands
 ##   ARCH=native       CPU to compile for (gcc's -march)
+##   CUDA=1            the CUDA backend as well, in build/cuda; CUDA_HOME=, CUDA_ARCHS="80 90 100"
+##   SIM=plain         what `make cudasim` builds: plain, tracker (finds races), san
 ##   SAN=1             address and undefined-behaviour sanitizers, in build/san
 ##   WERROR=1          warnings are errors
 ##   BUILD=build       where everything that is built goes
@@ -14,7 +16,7 @@
 MPICXX   ?= mpicxx
 ARCH     ?= native
 RANKS    ?= 4
-BUILD    ?= build$(if $(SAN),/san)
+BUILD    ?= build$(if $(filter 1,$(CUDA)),/cuda)$(if $(SAN),/san)
 BIN      := $(BUILD)/qshard
 Q        := $(if $(V),,@)
 GOALS    := $(or $(MAKECMDGOALS),all)
@@ -26,7 +28,7 @@ GIVEN_J   := $(shell { tr '\0' '\n' </proc/$$PPID/cmdline; \
                grep -E '^(-[a-zA-Z]*j|--jobs|--jobserver)')
 MAKEFLAGS += $(if $(GIVEN_J),,-j$(shell nproc)) --no-print-directory
 # Whole outputs of parallel compilations, but a running program's lines as they come.
-MAKEFLAGS += $(if $(filter deps run test bench,$(GOALS)),,--output-sync=target)
+MAKEFLAGS += $(if $(filter deps run test bench cudasim-test,$(GOALS)),,--output-sync=target)
 
 # Headers of MPI and HDF5 are system headers, so that ours alone are warned about.
 as_system    = $(patsubst -I%,-isystem %,$(filter -I%,$(1))) $(filter-out -I%,$(1))
@@ -73,8 +75,8 @@ run: deps  ## install what is missing, build, train the demo on $(RANKS) CPU ran
 	@$(MAKE) all
 	@QSHARD=$(BIN) RANKS=$(RANKS) scripts/run_demo.sh $(ARGS)
 
-test:  ## build and run all tests
-	@$(MAKE) test-programs
+test:  ## build and run all tests; those of `make cudasim` too once it was built
+	@$(MAKE) test-programs $(if $(wildcard $(CUDASIM_BUILD)/qshard),cudasim)
 	@test/run.py --build $(BUILD) $(ARGS)
 
 bench:  ## build and run the benchmarks of test/bench
@@ -92,7 +94,8 @@ info:  ## compiler, libraries, CPU and flags that a build here uses
 	@echo "link      $(strip $(LIBS))"
 
 help:  ## this list
-	@sed -nE 's/^## ?//p; s/^([a-z]+):.*  ## (.*)/  make \1\t\2/p' Makefile | expand -t 15
+	@sed -nE 's/^## ?//p; s/^([a-z-]+):.*  ## (.*)/  make \1\t\2/p' Makefile test/fuzz/fuzz.mk \
+	  cuda/cuda.mk test/cudasim/cudasim.mk | expand -t 22
 
 clean:  ## remove $(BUILD)
 	rm -rf $(BUILD)
@@ -116,12 +119,16 @@ $(BIN): $(call objects,src/main.cpp) $(SAN_OBJ) $(LIB)
 $(BUILD)/test/%_test: $(call objects,test/%_test.cpp test/test_main.cpp) $(SAN_OBJ) $(LIB)
 	@mkdir -p $(@D)
 	@echo "  LD   $@"
-	$(Q)$(MPICXX) $(FLAGS) $^ -o $@ -lgtest $(LIBS)
+	$(Q)$(MPICXX) $(FLAGS) $(filter %.o,$^) $(LIB) -o $@ -lgtest $(LIBS)
 
 $(BUILD)/test/%_bench: $(call objects,test/%_bench.cpp) $(LIB)
 	@mkdir -p $(@D)
 	@echo "  LD   $@"
 	$(Q)$(MPICXX) $(FLAGS) $^ -o $@ -lbenchmark $(LIBS)
+
+include test/fuzz/fuzz.mk
+# With CUDA=1 the real thing; without, what runs the same sources on a CPU.
+include $(if $(filter 1,$(CUDA)),cuda/cuda.mk,test/cudasim/cudasim.mk)
 
 # Files that change only with their text: every object depends on one, the library on the other.
 # The macros of $(ARCH) tell when `native` is now another CPU, or the compiler a new one.

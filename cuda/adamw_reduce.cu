@@ -38,7 +38,8 @@ __global__ void __launch_bounds__(kElementThreads) adamw_kernel(AdamW a) {
   });
 }
 
-// --- Σ x or Σ x² in f64: kSumBlocks partial sums whose elements depend on n alone, then their sum.
+// --- Σ x or Σ x² in f64: at most kSumBlocks partial sums whose elements depend on n and alignment
+// alone, then their sum.
 constexpr int kSumThreads = 256;
 
 template <Summand kSummand>
@@ -66,8 +67,9 @@ __global__ void __launch_bounds__(kSumThreads)
 }
 
 __global__ void __launch_bounds__(kSumBlocks)
-    add_partial_sums_kernel(const double* parts, double* total) {
-  const double sum = sum_over_block(parts[threadIdx.x]);
+    add_partial_sums_kernel(const double* parts, int count, double* total) {
+  const int i = static_cast<int>(threadIdx.x);
+  const double sum = sum_over_block(i < count ? parts[i] : 0.0);
   if (threadIdx.x == 0) *total += sum;
 }
 
@@ -148,13 +150,17 @@ void adamw(cudaStream_t stream, const AdamW& a) {
 
 void add_sum(cudaStream_t stream, const float* x, int64_t n, Summand summand, double* parts,
              double* total) {
+  if (n == 0) return;
   with_width<4>(aligned({x}), [&]<int W>(Width<W>) {
-    launch({stream, dim3(kSumBlocks), dim3(kSumThreads)},
+    const int64_t chunks = (n + kSumThreads * W - 1) / (kSumThreads * W);
+    const int blocks = static_cast<int>(std::min<int64_t>(kSumBlocks, chunks));
+    launch({stream, dim3(blocks), dim3(kSumThreads)},
            summand == Summand::square ? partial_sums_kernel<Summand::square, W>
                                       : partial_sums_kernel<Summand::value, W>,
            x, n, parts);
+    launch({stream, dim3(1), dim3((blocks + 31) / 32 * 32)}, add_partial_sums_kernel, parts, blocks,
+           total);
   });
-  launch({stream, dim3(1), dim3(kSumBlocks)}, add_partial_sums_kernel, parts, total);
 }
 
 void cast(cudaStream_t stream, View from, View to) {

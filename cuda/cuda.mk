@@ -1,22 +1,26 @@
-# The CUDA backend. The Makefile includes this file where CUDA=1 is set, after its own rules.
+# The CUDA backend: the Makefile includes this file after its own rules where CUDA=1 is set. Adds
+# cuda/* to the library and CUDA's and NCCL's flags to those of host code.
 #
-## CUDA=1            the CUDA backend too, in build/cuda (one binary has both)
-##   CUDA_HOME=/usr/local/cuda     the toolkit
-##   CUDA_ARCHS="80 90 100"        GPUs to compile for; the last also as PTX, for those after it
-#
-# What the Makefile takes from here: CUDA_OBJ belongs into the library, CUDA_CFLAGS to the flags of host
-# code and CUDA_LIBS to the link line; BUILD defaults to build/cuda.
+#   CUDA_HOME=/usr/local/cuda     the toolkit
+#   NCCL_HOME=                    NCCL's include/ and lib/, where it is not in CUDA_HOME or the
+#                                 system's folders
+#   CUDA_ARCHS="80 90 100"        GPUs to compile for; the last also as PTX, for those after it
 CUDA_HOME  ?= /usr/local/cuda
 CUDA_ARCHS ?= 80 90 100
 NVCC       ?= $(CUDA_HOME)/bin/nvcc
 
-CUDA_CFLAGS := -I. -isystem $(CUDA_HOME)/include -DHAVE_CUDA=1
 CUDA_LIBDIR := $(firstword $(wildcard $(CUDA_HOME)/lib64 $(CUDA_HOME)/targets/x86_64-linux/lib))
-CUDA_LIBS   := -L$(CUDA_LIBDIR) -Wl,-rpath,$(CUDA_LIBDIR) -lcublasLt -lcudart
+NCCL_LIBDIR := $(firstword $(wildcard $(NCCL_HOME:%=%/lib64) $(NCCL_HOME:%=%/lib)))
+FLAGS       += -I. $(NCCL_HOME:%=-isystem %/include) -isystem $(CUDA_HOME)/include -DHAVE_CUDA=1
+LIBS        += $(foreach d,$(CUDA_LIBDIR) $(NCCL_LIBDIR),-L$(d) -Wl,-rpath,$(d)) \
+               -lnccl -lcublasLt -lcudart
 CUDA_SRC    := $(wildcard cuda/*.cpp)
 CUDA_KERNELS := $(wildcard cuda/*.cu)
 CUDA_OBJ    := $(patsubst %.cpp,$(BUILD)/obj/%.o,$(CUDA_SRC)) \
                $(patsubst %.cu,$(BUILD)/obj/%.cu.o,$(CUDA_KERNELS))
+
+$(LIB): $(CUDA_OBJ)
+sources     += $(CUDA_SRC) $(CUDA_KERNELS)
 
 # No fmt and no MPI in .cu files, so they need none of the host's flags.
 CUDA_CODE  := $(foreach a,$(CUDA_ARCHS),-gencode arch=compute_$(a),code=sm_$(a)) \
@@ -33,6 +37,12 @@ $(BUILD)/obj/%.cu.o: %.cu $(BUILD)/cuda-commands
 	@mkdir -p $(@D)
 	@echo "  NVCC $<"
 	$(Q)$(NVCC) $(NVCC_FLAGS) -MMD -MP -MF $(@:.o=.d) -c $< -o $@
+
+ifneq ($(filter-out deps info help clean print-%,$(GOALS)),)
+$(if $(wildcard $(NVCC)),,$(error $(NVCC) not found: name the CUDA toolkit with CUDA_HOME))
+$(if $(filter found,$(shell echo $(call macro,nccl.h,found))),,$(error nccl.h not found: name the folder of \
+  NCCL's include/ and lib/ with NCCL_HOME))
+endif
 
 kernel-report:  ## registers, spills and instructions of the kernels, into cuda/registers.md
 	@NVCC='$(NVCC)' scripts/kernel_report.sh

@@ -3,7 +3,9 @@
 #include <algorithm>
 #include <cctype>
 #include <cstring>
+#include <exception>
 #include <fstream>
+#include <thread>
 
 #include "base/check.h"
 #include "cuda/check_cuda.h"
@@ -121,6 +123,19 @@ int CudaDevice::numa_node() const {
   return file >> node ? node : -1;
 }
 
+void CudaDevice::synchronize() {
+  reached_.record(stream_);
+  wait(reached_);
+}
+
+void CudaDevice::wait(const Event& event) const {
+  if (!watcher_) return event.synchronize();
+  while (!event.done()) {
+    watcher_();
+    std::this_thread::yield();
+  }
+}
+
 void* CudaDevice::allocate(size_t bytes) {
   if (bytes == 0) return nullptr;
   void* data = nullptr;
@@ -135,7 +150,11 @@ void* CudaDevice::allocate(size_t bytes) {
   return data;
 }
 
-void CudaDevice::release(void* data, size_t) noexcept { cudaFree(data); }
+// cudaFree waits for all operations. After an exception one of them may never end, and the memory
+// goes with the process.
+void CudaDevice::release(void* data, size_t) noexcept {
+  if (std::uncaught_exceptions() == 0) cudaFree(data);
+}
 
 void CudaDevice::zero(void* data, size_t bytes) {
   if (bytes > 0) CUDA_CHECK(cudaMemsetAsync(data, 0, bytes, stream_));
@@ -160,7 +179,7 @@ void CudaDevice::copy(void* to, const void* from, size_t bytes) {
 CudaDevice::Slot& CudaDevice::slot(int64_t piece) {
   Slot& slot = slots_[piece % 2];
   if (slot.memory.bytes() == 0) slot.memory = PinnedBuffer(kSlotBytes);
-  slot.moved.synchronize();
+  wait(slot.moved);
   return slot;
 }
 

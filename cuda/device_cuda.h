@@ -7,6 +7,7 @@
 
 #include <cuda_runtime.h>
 
+#include <functional>
 #include <string>
 #include <utility>
 
@@ -95,7 +96,10 @@ class CudaDevice final : public Device {
   void zero(void* data, size_t bytes) override;  // in the order of the compute stream
 
   cudaStream_t stream() const { return stream_; }
-  void synchronize() const { stream_.synchronize(); }
+  void synchronize();  // the host waits for the compute stream
+  // Called again and again while the host waits, unless null: it may throw to end a wait that has
+  // no end, for an operation of a transport that failed.
+  void watch(std::function<void()> watcher) { watcher_ = std::move(watcher); }
   void make_current() const;
 
   int ordinal() const { return ordinal_; }
@@ -108,6 +112,7 @@ class CudaDevice final : public Device {
     PinnedBuffer memory;
     Event moved;  // the last copy from or to it
   };
+  void wait(const Event& event) const;
   Slot& slot(int64_t piece);
   void upload(char* to, const char* from, size_t bytes);
   void download(char* to, const char* from, size_t bytes);
@@ -116,7 +121,9 @@ class CudaDevice final : public Device {
   cudaDeviceProp properties_{};
   std::string pci_bus_id_;
   Stream stream_;
+  Event reached_;  // of synchronize()
   Slot slots_[2];
+  std::function<void()> watcher_;
 };
 
 }  // namespace qshard::cuda

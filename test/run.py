@@ -5,6 +5,10 @@ Programs, each from one source file:
   test/unit/x_test.cpp     1 rank
   test/mpi/x_test.cpp      1, 2, 3, 4, 5, 7, 8 ranks: odd and prime counts find what even ones hide
   test/cli/test_x.py       functions test_*(tmp), see test/cli/cli.py
+and, where `make cudasim` or `make cudasim-test` has built them in build/cudasim (see --cudasim):
+  test/cudasim/tests/x_test.cpp   the simulator itself
+  test/cuda/x_test.cpp            the CUDA backend on it, 1 rank
+  test/cuda/test_x.py             the program on it, as test/cli
 
 Each prints `tests: P passed, F failed[, S skipped]` on a line of its own and exits with a code that
 agrees. A crash, a time-out, a missing program or line and a program without a test count as
@@ -60,6 +64,12 @@ def test_functions(path):
     return [name for name in names if name.startswith("test_")]
 
 
+def python_program(source, name, name_filter):
+    functions = [f for f in test_functions(source) if name_filter in f"{name}.{f}"]
+    command = [sys.executable, str(source), *functions]
+    return [Program(name, 0, command, functions)] if functions else []
+
+
 def find_programs(tests, build, ranks, name_filter):
     programs = []
     for kind, counts in (("unit", [1]), ("mpi", ranks)):
@@ -72,14 +82,28 @@ def find_programs(tests, build, ranks, name_filter):
                 programs.append(Program(name, n, command))
     for source in sorted((tests / "cli").glob("test_*.py")):
         name = f"cli/{source.stem}"
-        functions = [f for f in test_functions(source) if name_filter in f"{name}.{f}"]
-        if functions:
-            programs.append(Program(name, 0, [sys.executable, str(source), *functions], functions))
+        programs += python_program(source, name, name_filter)
     return programs
 
 
-def environment(build):
-    env = dict(os.environ, QSHARD_BUILD=str(build), PYTHONDONTWRITEBYTECODE="1")
+def find_cudasim_programs(tests, cudasim, name_filter):
+    """Those that were built: they need the CUDA toolkit's headers."""
+    programs = []
+    for folder in ("cudasim/tests", "cuda"):
+        for source in sorted((tests / folder).glob("*_test.cpp")):
+            name = f"cudasim/{folder.removeprefix('cudasim/')}/{source.stem}"
+            binary = cudasim / "test" / folder / source.stem
+            if name_filter in name and binary.exists():
+                programs.append(Program(name, 1, [str(MPIRUN), "-n", "1", str(binary)]))
+    if (cudasim / "qshard").exists():
+        for source in sorted((tests / "cuda").glob("test_*.py")):
+            programs += python_program(source, f"cudasim/cuda/{source.stem}", name_filter)
+    return programs
+
+
+def environment(build, cudasim):
+    env = dict(os.environ, QSHARD_BUILD=str(build), QSHARD_CUDASIM=str(cudasim),
+               PYTHONDONTWRITEBYTECODE="1")
     # Programs run side by side: a thread that spins at the end of a parallel loop would hold the
     # core that another program needs.
     env.setdefault("OMP_WAIT_POLICY", "passive")
@@ -177,6 +201,8 @@ def main():
     parser.add_argument("--list", action="store_true", help="names only")
     parser.add_argument("--build", metavar="DIR", type=Path, default=TEST.parent / "build",
                         help="build folder (default build)")
+    parser.add_argument("--cudasim", metavar="DIR", type=Path,
+                        help="build folder of the CUDA simulator (default: cudasim in --build)")
     parser.add_argument("--tests", metavar="DIR", type=Path, default=TEST,
                         help="folder of the sources (default test)")
     parser.add_argument("--timeout", metavar="S", type=float, default=300.0,
@@ -184,7 +210,9 @@ def main():
     args = parser.parse_args()
 
     build = args.build.resolve()
+    cudasim = (args.cudasim or build / "cudasim").resolve()
     programs = find_programs(args.tests, build, args.ranks, args.k)
+    programs += find_cudasim_programs(args.tests, cudasim, args.k)
     if not programs:
         parser.error(f"no test's name contains '{args.k}'")
     if args.list:
@@ -195,7 +223,7 @@ def main():
         return 0
 
     cores = Cores(len(os.sched_getaffinity(0)))
-    env = environment(build)
+    env = environment(build, cudasim)
     outcomes = []
     with ThreadPoolExecutor(cores.count) as pool:
         def job(program):

@@ -17,6 +17,7 @@ Examples:
   mpirun -n 2 qshard verify --reference test/reference/tiny-tied --ranks-any --param-dtype bf16)";
 
 int run_verify(VerifyOptions& options, const std::string& backend_name, World& world) {
+  collectively(world, [&] { options.transport = choose_transport(options.transport, backend_name); });
   Backend backend = make_backend(backend_name, world);
   const VerifyReport report = verify_reference(options, world, backend);
   if (world.rank() != 0) return report.ok ? kExitDone : kExitFailed;
@@ -39,11 +40,16 @@ void add_verify(CLI::App& app, Command& run) {
   CLI::App* sub = app.add_subcommand("verify", "replay a reference case of PyTorch FSDP2 and compare");
   sub->footer(kFooter);
   sub->add_option("--reference", options->folder, "folder of the case")->required();
-  const CLI::IsMember dtypes({"f32", "bf16"}), transports({"shm", "mpi"});
+  const CLI::IsMember dtypes({"f32", "bf16"});
+  const CLI::IsMember transports({"auto", "shm", "mpi", "nccl"}), backends({"cpu", "cuda"});
   sub->add_option("--param-dtype", options->param_dtype, "f32 or bf16")->check(dtypes)->capture_default_str();
   sub->add_option("--reduce-dtype", options->reduce_dtype, "f32 or bf16")->check(dtypes)->capture_default_str();
-  sub->add_option("--transport", options->transport, "shm or mpi")->check(transports)->capture_default_str();
-  sub->add_option("--backend", *backend, "cpu")->capture_default_str();
+  sub->add_option("--transport", options->transport, "shm or mpi on the CPU, nccl on GPUs; auto: shm or nccl")
+      ->check(transports)
+      ->capture_default_str();
+  sub->add_option("--backend", *backend, "cpu, or cuda in a build by `make CUDA=1`")
+      ->check(backends)
+      ->capture_default_str();
   sub->add_option("--out", options->out, "folder for step1_grads.safetensors, final.safetensors, result.json");
   sub->add_flag("--ranks-any", options->ranks_any, "accept another number of ranks than the case's, where its batch divides");
   sub->add_option("--reshard-after-forward", options->reshard_after_forward, "true or false")->capture_default_str();

@@ -2,6 +2,8 @@
 
 #include <cmath>
 
+#include "backends.h"
+
 namespace qshard {
 namespace {
 
@@ -27,7 +29,7 @@ std::string bad_parameter(Qwen3Model& model, Ops& ops) {
 Engine::Engine(const Qwen3Config& config, const FsdpOptions& fsdp, const AdamWOptions& adamw,
                const std::string& transport, int64_t B, int64_t T, World& world, Backend& backend)
     : world_(world), backend_(backend), adamw_(adamw) {
-  collectives_ = make_collectives(transport, world, backend, fsdp.prefetch + 1);
+  collectives_ = make_transport(transport, world, backend, fsdp.prefetch + 1);
   model_ = std::make_unique<Qwen3Model>(config, fsdp, B, T, world, backend, *collectives_);
 }
 

@@ -1,8 +1,8 @@
 # The CUDA sources on the simulator (test/cudasim). The Makefile includes this file after its own
 # rules; the simulator's own tests need no other file:
-#   make -f test/cudasim/cudasim.mk cudasim-test SIM=tracker
+#   make -f test/cudasim/cudasim.mk cudasim-self-test SIM=tracker
 #
-##   SIM=plain         build of the simulator: plain, tracker (finds races) or san (ASan + UBSan)
+#   SIM=plain         build of the simulator: plain, tracker (finds races) or san (ASan + UBSan)
 #
 # From the Makefile: BUILD, MPICXX, FLAGS, LIBS, LIB_SRC. Everything is built in $(CUDASIM_BUILD).
 SIM           ?= plain
@@ -39,7 +39,7 @@ CUDASIM_TESTS := $(patsubst %.cpp,$(CUDASIM_BUILD)/%,$(wildcard $(CUDASIM_DIR)/t
 CUDASIM_KERNELS := $(call cudasim_obj,$(wildcard cuda/*.cu))
 CUDASIM_DEVICE  := $(CUDASIM_BEGIN) $(CUDASIM_KERNELS) $(CUDASIM_END) $(CUDASIM_OBJ)
 CUDASIM_HOST    := $(FLAGS) $(CUDASIM_SAN) -I$(CUDASIM_DIR)/include -I. \
-                   -isystem $(CUDA_HOME)/include -DHAVE_CUDA=1 -DHAVE_NCCL=1
+                   -isystem $(CUDA_HOME)/include -DHAVE_CUDA=1
 cudasim_host     = $(patsubst %.cpp,$(CUDASIM_BUILD)/host/%.o,$(1))
 CUDASIM_LIB     := $(CUDASIM_BUILD)/libqshard.a
 CUDASIM_LIB_OBJ := $(call cudasim_host,$(LIB_SRC) $(wildcard cuda/*.cpp))
@@ -48,7 +48,10 @@ CUDASIM_PROGRAMS := $(CUDASIM_BUILD)/qshard \
 
 cudasim: $(CUDASIM_PROGRAMS)  ## the CUDA backend on the simulator, in build/cudasim (SIM=...)
 
-cudasim-test: $(CUDASIM_TESTS)  ## the simulator's own tests
+cudasim-test: $(CUDASIM_PROGRAMS) $(CUDASIM_TESTS)  ## tests of the simulator and of the CUDA backend on it
+	@test/run.py --build $(BUILD) --cudasim $(CUDASIM_BUILD) -k cudasim $(ARGS)
+
+cudasim-self-test: $(CUDASIM_TESTS)
 	$(CUDASIM_Q)set -e; for t in $(CUDASIM_TESTS); do $$t; done
 
 $(CUDASIM_BUILD)/obj/%.cpp.o: %.cpp
@@ -88,6 +91,11 @@ $(CUDASIM_BUILD)/test/cuda/%_test: $(CUDASIM_DEVICE) \
 	@echo "  LD   $@"
 	$(CUDASIM_Q)$(MPICXX) $(CUDASIM_HOST) $^ -o $@ -lgtest $(LIBS) $(CUDASIM_LIBS)
 
-.PHONY: cudasim cudasim-test
+ifneq ($(filter cudasim%,$(MAKECMDGOALS)),)
+$(if $(wildcard $(CUDA_HOME)/include/cuda_bf16.h),,$(error cuda_bf16.h not found: the simulator \
+  takes NVIDIA's number types from the toolkit; name its folder with CUDA_HOME))
+endif
+
+.PHONY: cudasim cudasim-test cudasim-self-test
 .SECONDARY:
 -include $(shell find $(CUDASIM_BUILD) -name '*.d' 2>/dev/null)

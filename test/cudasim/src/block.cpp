@@ -127,7 +127,9 @@ class BlockRunner {
 
 BlockRunner runner;
 
-bool same_place(Site a, Site b) { return a.line == b.line && std::strcmp(a.file, b.file) == 0; }
+bool same_place(Site a, Site b) {
+  return a.line == b.line && (a.file == b.file || std::strcmp(a.file, b.file) == 0);
+}
 
 void poison_shared(const SharedRange& shared) {
 #ifdef __SANITIZE_ADDRESS__
