@@ -259,9 +259,11 @@ void swiglu_grad(cudaStream_t stream, View da, View gu, View d_gu) {
 void cross_entropy(cudaStream_t stream, View logits, const int32_t* labels, float scale,
                    View d_logits, float* loss) {
   if (logits.rows == 0) return;
+  // One for all types, so that the order of the sums is the same with and without a gradient.
+  constexpr int kLossWidth = 8;
   with_type(d_logits.data ? d_logits.type : Type::f32, [&]<typename P>(Tag<P>) {
-    const bool aligned = rows_aligned({logits, d_logits}) && logits.cols % kWidth<P> == 0;
-    with_width<kWidth<P>>(aligned, [&]<int W>(Width<W>) {
+    const bool aligned = rows_aligned({logits, d_logits}) && logits.cols % kLossWidth == 0;
+    with_width<kLossWidth>(aligned, [&]<int W>(Width<W>) {
       launch({stream, dim3(static_cast<unsigned>(logits.rows)), dim3(kLossThreads)},
              cross_entropy_kernel<P, W>, logits, labels, scale, d_logits, loss);
     });

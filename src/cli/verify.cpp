@@ -17,7 +17,11 @@ Examples:
   mpirun -n 2 qshard verify --reference test/reference/tiny-tied --ranks-any --param-dtype bf16)";
 
 int run_verify(VerifyOptions& options, const std::string& backend_name, World& world) {
-  collectively(world, [&] { options.transport = choose_transport(options.transport, backend_name); });
+  collectively(world, [&] {
+    options.transport = choose_transport(options.transport, backend_name);
+    if (options.param_dtype == "fp16" && backend_name == "cpu")
+      fail_usage("--param-dtype fp16 needs --backend cuda: the CPU backend takes f32 and bf16");
+  });
   Backend backend = make_backend(backend_name, world);
   const VerifyReport report = verify_reference(options, world, backend);
   if (world.rank() != 0) return report.ok ? kExitDone : kExitFailed;
@@ -40,9 +44,11 @@ void add_verify(CLI::App& app, Command& run) {
   CLI::App* sub = app.add_subcommand("verify", "replay a reference case of PyTorch FSDP2 and compare");
   sub->footer(kFooter);
   sub->add_option("--reference", options->folder, "folder of the case")->required();
-  const CLI::IsMember dtypes({"f32", "bf16"});
+  const CLI::IsMember param_dtypes({"f32", "bf16", "fp16"}), dtypes({"f32", "bf16"});
   const CLI::IsMember transports({"auto", "shm", "mpi", "nccl"}), backends({"cpu", "cuda"});
-  sub->add_option("--param-dtype", options->param_dtype, "f32 or bf16")->check(dtypes)->capture_default_str();
+  sub->add_option("--param-dtype", options->param_dtype, "f32 or bf16; on GPUs also fp16")
+      ->check(param_dtypes)
+      ->capture_default_str();
   sub->add_option("--reduce-dtype", options->reduce_dtype, "f32 or bf16")->check(dtypes)->capture_default_str();
   sub->add_option("--transport", options->transport, "shm or mpi on the CPU, nccl on GPUs; auto: shm or nccl")
       ->check(transports)

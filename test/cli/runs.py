@@ -12,7 +12,7 @@ MODEL = {"model_type": "qwen3", "vocab_size": VOCAB, "hidden_size": 24, "interme
          "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": True}
 # Fields of metrics.jsonl that differ between equal runs.
 CLOCK_FIELDS = {"tokens_per_s", "step_ms", "model_flops_per_s", "peak_share", "memory_bytes",
-                "val_ms"}
+                "val_ms", "checkpoint_ms", "checkpoint"}  # the last one: a path in the run's folder
 
 
 def tokens(path, count, vocab=VOCAB, bad=None):

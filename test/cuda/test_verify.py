@@ -29,8 +29,12 @@ def test_f32(tmp):
 def test_bf16(tmp):
     expect_ok(verify("tiny-tied", "--param-dtype", "bf16", ranks=4))
     # Without reshard, without prefetch, gradients summed and moved as bf16.
-    expect_ok(verify("tiny-tied", "--param-dtype", "bf16", "--reduce-dtype", "bf16", "--prefetch", "0",
-                     "--reshard-after-forward", "false", "--transport", "nccl", ranks=4))
+    expect_ok(verify("tiny-tied", "--param-dtype", "bf16", "--reduce-dtype", "bf16", "--prefetch",
+                     "0", "--reshard-after-forward", "false", "--transport", "nccl", ranks=4))
+
+
+def test_fp16(tmp):
+    expect_ok(verify("wide-head-untied", "--param-dtype", "fp16", ranks=3))
 
 
 # The loss, of 72 tokens of 11 ids, is a sample of the rounding of bf16: 1.3 times its limit here,

@@ -338,10 +338,11 @@ TEST_P(UnitTest, PrefetchKeepsUnitsShardedOutsideTheirTime) {
     for (int l = 0; l < 3; ++l)
       for (int i = 0; i < order[l]->size(); ++i)
         for (int64_t j = 0; j < order[l]->grad_shard(i).numel(); ++j)
-          ASSERT_EQ(order[l]->grad_shard(i).as<float>()[j], static_cast<float>(l + 1));
+          // The mean over 3, 5, 6 or 7 ranks is a product with a rounded 1/ranks.
+          EXPECT_FLOAT_EQ(order[l]->grad_shard(i).as<float>()[j], static_cast<float>(l + 1));
     const Tensor first = root.grad_shard(0);
     if (first.numel() > 0) {
-      EXPECT_EQ(first.as<float>()[0], 9.0f);
+      EXPECT_FLOAT_EQ(first.as<float>()[0], 9.0f);
     }
   }
 }
