@@ -37,14 +37,11 @@ def test_fp16(tmp):
     expect_ok(verify("wide-head-untied", "--param-dtype", "fp16", ranks=3))
 
 
-# The loss, of 72 tokens of 11 ids, is a sample of the rounding of bf16: 1.3 times its limit here,
-# 0.97 times on the CPU.
-def test_bf16_with_empty_shards(tmp):
+# A known miss: the loss is 6.7e-4 from the truth, the limit is 5.2e-4 (the CPU has 5.05e-4). This
+# goes red when the miss is mended: then expect_ok belongs here.
+def test_bf16_with_empty_shards_misses_the_limit_of_the_loss(tmp):
     result = verify("empty-shards", "--param-dtype", "bf16", ranks=8)
-    rows = {line.split()[0]: line.split() for line in result.out.splitlines()[1:-1]}
-    for quantity in ("grad_norm", "step1_grads", "final", "tokens"):
-        assert rows[quantity][4] == "yes", result
-    assert float(rows["loss"][1]) < 1e-3, result
+    cli.expect(result, rc=1, out="\nverify: FAILED loss\n")
 
 
 def test_accumulation_and_prefetch(tmp):
