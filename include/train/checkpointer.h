@@ -60,9 +60,4 @@ class Checkpointer {
   int64_t last_step_ = -1;
 };
 
-// SIGTERM, SIGUSR1 and SIGUSR2 ask for a stop at the end of the step: this rank's request, which
-// all ranks must agree on. SIGXFSZ (file size limit) is ignored, so that it is a write error.
-void install_signal_handlers();
-bool stop_requested();
-
 }  // namespace qshard

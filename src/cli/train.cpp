@@ -1,5 +1,6 @@
 #include "backends.h"
 #include "cli/cli.h"
+#include "train/stop_signals.h"
 #include "train/trainer.h"
 
 namespace qshard {
@@ -24,6 +25,7 @@ struct TrainCommand {
 };
 
 int run_train(TrainCommand& command, World& world) {
+  watch_stop_signals();
   if (!command.config_path.empty()) {
     // Rank 0 reads the file, so that all ranks run with the same settings.
     std::string text;

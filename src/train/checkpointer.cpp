@@ -1,44 +1,8 @@
 #include "train/checkpointer.h"
 
-#include <csignal>
-
 #include "io/hdf5_file.h"
 
 namespace qshard {
-namespace {
-
-volatile std::sig_atomic_t stop_signal = 0;
-
-void on_stop_signal(int signal) { stop_signal = signal; }
-
-// Keeps stop signals pending for this thread while a file is written: MPI-IO need not expect system
-// calls that are interrupted.
-class SignalsWait {
- public:
-  SignalsWait() {
-    sigset_t stop;
-    sigemptyset(&stop);
-    for (int signal : {SIGTERM, SIGUSR1, SIGUSR2}) sigaddset(&stop, signal);
-    pthread_sigmask(SIG_BLOCK, &stop, &before_);
-  }
-  ~SignalsWait() { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
-  SignalsWait(const SignalsWait&) = delete;
-
- private:
-  sigset_t before_;
-};
-
-}  // namespace
-
-void install_signal_handlers() {
-  struct sigaction action {};
-  action.sa_handler = on_stop_signal;
-  action.sa_flags = SA_RESTART;
-  for (int signal : {SIGTERM, SIGUSR1, SIGUSR2}) sigaction(signal, &action, nullptr);
-  std::signal(SIGXFSZ, SIG_IGN);
-}
-
-bool stop_requested() { return stop_signal != 0; }
 
 std::vector<CheckpointTensor> checkpoint_tensors(const World& world, Qwen3Model& model,
                                                  bool model_only) {
@@ -94,7 +58,6 @@ void Checkpointer::save(const CheckpointState& state) {
   finish();
   last_step_ = state.step;
   if (!options_.async) {
-    const SignalsWait wait;
     report_ = save_checkpoint(world_, folder_, state, checkpoint_tensors(world_, model_, false),
                               options_.save);
     report_ready_ = true;
@@ -102,8 +65,7 @@ void Checkpointer::save(const CheckpointState& state) {
   }
   thread_ = std::thread([this, state, tensors = snapshot()] {
     try {
-      const SignalsWait wait;
-      report_ = save_checkpoint(*background_world_, folder_, state, tensors, options_.save);
+        report_ = save_checkpoint(*background_world_, folder_, state, tensors, options_.save);
       report_ready_ = true;
     } catch (...) {
       failure_ = std::current_exception();

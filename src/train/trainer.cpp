@@ -10,6 +10,7 @@
 #include "model/qwen3_params.h"
 #include "train/export.h"
 #include "train/hf_folder.h"
+#include "train/stop_signals.h"
 
 namespace qshard {
 namespace {
@@ -38,7 +39,6 @@ void read_sample(const TokenFile& file, int64_t first, int64_t T, int64_t vocab,
 Trainer::Trainer(TrainConfig config, const nlohmann::json& settings, const std::string& table, World& world,
                  Backend& backend)
     : config_(std::move(config)), world_(world), backend_(backend), settings_(settings) {
-  install_signal_handlers();
   collectively(world_, [&] {
     config_.finish(world_.size());
     model_config_ = config_.load_model();

@@ -683,14 +683,5 @@ TEST(Checkpointer, WaitsWhenItIsDestroyed) {
   EXPECT_TRUE(verify_checkpoint(world(), folder.checkpoint(5)).empty());
 }
 
-TEST(Checkpointer, SignalsAreOneRequest) {
-  install_signal_handlers();
-  EXPECT_FALSE(stop_requested());
-  raise(SIGUSR2);
-  raise(SIGTERM);
-  raise(SIGUSR1);
-  EXPECT_TRUE(stop_requested());
-}
-
 }  // namespace
 }  // namespace qshard
