@@ -13,6 +13,7 @@ extern "C" const char* __lsan_default_suppressions() {
          "leak:libpmix\n"
          "leak:libhwloc\n"
          "leak:libevent\n"
+         "leak:libmca_common\n"
          "leak:/openmpi/\n"   // plug-ins
          "leak:vasprintf\n";  // theirs: the C library's frame hides who called it
 }

@@ -16,6 +16,9 @@
 #include "io/hdf5_file.h"
 #include "tiny_model.h"
 #include "train/checkpointer.h"
+#if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/lsan_interface.h>
+#endif
 
 namespace qshard {
 namespace {
@@ -219,6 +222,16 @@ class Limit {
   decltype(RLIMIT_FSIZE) what_;
   rlimit old_{};
 };
+
+// HDF5 1.10 frees nothing of a file whose closing has failed; its leaks are not looked for while the
+// object lives.
+#if defined(__SANITIZE_ADDRESS__)
+using LibraryMayLeak = __lsan::ScopedDisabler;
+#else
+struct LibraryMayLeak {
+  LibraryMayLeak() {}
+};
+#endif
 
 TEST(Checkpoint, ComesBackOnAnyLayout) {
   const SharedFolder folder;
@@ -479,6 +492,7 @@ TEST(Checkpoint, OneRankThatCannotWriteIsNamed) {
     save(folder, 1);
     std::string error;
     {
+      const LibraryMayLeak library_may_leak;
       const Limit limit(RLIMIT_FSIZE, 4096, world().rank() == victim);
       error = agreed_error([&] { save(folder, 2); });
     }
