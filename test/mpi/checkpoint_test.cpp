@@ -223,8 +223,8 @@ class Limit {
   rlimit old_{};
 };
 
-// HDF5 1.10 frees nothing of a file whose closing has failed; its leaks are not looked for while the
-// object lives.
+// HDF5 1.10 frees nothing of a file whose closing has failed; its leaks are not looked for while
+// the object lives.
 #if defined(__SANITIZE_ADDRESS__)
 using LibraryMayLeak = __lsan::ScopedDisabler;
 #else
