@@ -46,7 +46,7 @@ int with_device(int ordinal) {
 
 }  // namespace
 
-// --- Event, Stream, PinnedBuffer
+// --- Event, Stream, PinnedMemory
 Event::Event() { CUDA_CHECK(cudaEventCreateWithFlags(&event_, cudaEventDisableTiming)); }
 void Event::record(cudaStream_t stream) { CUDA_CHECK(cudaEventRecord(event_, stream)); }
 void Event::make_wait(cudaStream_t stream) const {
@@ -69,8 +69,30 @@ Stream::Stream(Priority priority) {
 }
 void Stream::synchronize() const { CUDA_CHECK(cudaStreamSynchronize(stream_)); }
 
-PinnedBuffer::PinnedBuffer(size_t bytes) : bytes_(bytes) {
-  if (bytes > 0) CUDA_CHECK(cudaMallocHost(reinterpret_cast<void**>(&data_), bytes));
+void* PinnedMemory::allocate(size_t bytes) {
+  if (bytes == 0) return nullptr;
+  void* data = nullptr;
+  const cudaError_t status = cudaMallocHost(&data, bytes);
+  if (status == cudaErrorMemoryAllocation) {
+    cudaGetLastError();  // as in CudaDevice::allocate
+    return nullptr;
+  }
+  CUDA_CHECK(status);
+  std::memset(data, 0, bytes);
+  return data;
+}
+
+// As CudaDevice::release.
+void PinnedMemory::release(void* data, size_t) noexcept {
+  if (std::uncaught_exceptions() == 0) cudaFreeHost(data);
+}
+
+void PinnedMemory::copy(void* to, const void* from, size_t bytes) {
+  if (bytes > 0) std::memmove(to, from, bytes);
+}
+
+void PinnedMemory::zero(void* data, size_t bytes) {
+  if (bytes > 0) std::memset(data, 0, bytes);
 }
 
 // --- CudaDevice
@@ -104,7 +126,10 @@ CudaDevice::CudaDevice(int ordinal) : ordinal_(with_device(ordinal)) {
   pci_bus_id_ = id;
 }
 
-CudaDevice::~CudaDevice() { cudaStreamSynchronize(stream_); }
+CudaDevice::~CudaDevice() {
+  cudaStreamSynchronize(stream_);
+  cudaStreamSynchronize(downloads_);
+}
 
 std::string CudaDevice::name() const {
   return fmt::format("{} (sm_{}{}, {:.1f} GiB, PCI {})", properties_.name, properties_.major,
@@ -134,6 +159,19 @@ void CudaDevice::wait(const Event& event) const {
     watcher_();
     std::this_thread::yield();
   }
+}
+
+void CudaDevice::download_start(void* to, const void* from, size_t bytes) {
+  if (bytes == 0) return;
+  written_.record(stream_);
+  written_.make_wait(downloads_);
+  CUDA_CHECK(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToHost, downloads_));
+  downloaded_.record(downloads_);
+}
+
+void CudaDevice::download_wait() {
+  make_current();  // the thread may be another one
+  wait(downloaded_);
 }
 
 void* CudaDevice::allocate(size_t bytes) {
@@ -178,7 +216,8 @@ void CudaDevice::copy(void* to, const void* from, size_t bytes) {
 
 CudaDevice::Slot& CudaDevice::slot(int64_t piece) {
   Slot& slot = slots_[piece % 2];
-  if (slot.memory.bytes() == 0) slot.memory = PinnedBuffer(kSlotBytes);
+  if (!slot.memory.tensor())
+    slot.memory = Buffer(pinned_, DType::u8, {kSlotBytes}, Segment::workspace, "copies");
   wait(slot.moved);
   return slot;
 }
@@ -188,8 +227,8 @@ void CudaDevice::upload(char* to, const char* from, size_t bytes) {
   for (size_t at = 0; at < bytes; at += kSlotBytes) {
     const size_t length = std::min(kSlotBytes, bytes - at);
     Slot& s = slot(static_cast<int64_t>(at / kSlotBytes));
-    std::memcpy(s.memory.data(), from + at, length);
-    CUDA_CHECK(cudaMemcpyAsync(to + at, s.memory.data(), length, cudaMemcpyHostToDevice, stream_));
+    std::memcpy(s.memory->data, from + at, length);
+    CUDA_CHECK(cudaMemcpyAsync(to + at, s.memory->data, length, cudaMemcpyHostToDevice, stream_));
     s.moved.record(stream_);
   }
   synchronize();
@@ -198,7 +237,7 @@ void CudaDevice::upload(char* to, const char* from, size_t bytes) {
 void CudaDevice::download(char* to, const char* from, size_t bytes) {
   const auto start = [&](size_t at) {
     Slot& s = slot(static_cast<int64_t>(at / kSlotBytes));
-    CUDA_CHECK(cudaMemcpyAsync(s.memory.data(), from + at, std::min(kSlotBytes, bytes - at),
+    CUDA_CHECK(cudaMemcpyAsync(s.memory->data, from + at, std::min(kSlotBytes, bytes - at),
                                cudaMemcpyDeviceToHost, stream_));
     s.moved.record(stream_);
   };
@@ -206,7 +245,7 @@ void CudaDevice::download(char* to, const char* from, size_t bytes) {
   for (size_t at = 0; at < bytes; at += kSlotBytes) {
     if (at + kSlotBytes < bytes) start(at + kSlotBytes);
     const Slot& s = slot(static_cast<int64_t>(at / kSlotBytes));  // waits for it
-    std::memcpy(to + at, s.memory.data(), std::min(kSlotBytes, bytes - at));
+    std::memcpy(to + at, s.memory->data, std::min(kSlotBytes, bytes - at));
   }
 }
 

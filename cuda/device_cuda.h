@@ -55,27 +55,14 @@ class Stream {
   cudaStream_t stream_ = nullptr;
 };
 
-// Host memory that copies to and from a GPU can run on asynchronously.
-class PinnedBuffer {
+// Host memory that copies to and from a GPU can run on asynchronously: page-locked. Slow to get.
+class PinnedMemory final : public Device {
  public:
-  PinnedBuffer() = default;
-  explicit PinnedBuffer(size_t bytes);
-  ~PinnedBuffer() {
-    if (data_) cudaFreeHost(data_);
-  }
-  PinnedBuffer(PinnedBuffer&& other) noexcept
-      : data_(std::exchange(other.data_, nullptr)), bytes_(std::exchange(other.bytes_, 0)) {}
-  PinnedBuffer& operator=(PinnedBuffer&& other) noexcept {
-    std::swap(data_, other.data_);
-    std::swap(bytes_, other.bytes_);
-    return *this;
-  }
-  char* data() const { return data_; }
-  size_t bytes() const { return bytes_; }
-
- private:
-  char* data_ = nullptr;
-  size_t bytes_ = 0;
+  std::string name() const override { return "page-locked memory of the host"; }
+  void* allocate(size_t bytes) override;
+  void release(void* data, size_t bytes) noexcept override;
+  void copy(void* to, const void* from, size_t bytes) override;
+  void zero(void* data, size_t bytes) override;
 };
 
 class CudaDevice final : public Device {
@@ -94,6 +81,9 @@ class CudaDevice final : public Device {
   // pinned.
   void copy(void* to, const void* from, size_t bytes) override;
   void zero(void* data, size_t bytes) override;  // in the order of the compute stream
+  Device& host() override { return pinned_; }
+  void download_start(void* to, const void* from, size_t bytes) override;
+  void download_wait() override;
 
   cudaStream_t stream() const { return stream_; }
   void synchronize();  // the host waits for the compute stream
@@ -109,7 +99,7 @@ class CudaDevice final : public Device {
 
  private:
   struct Slot {  // of pinned memory through which copies of pageable memory go, in pieces
-    PinnedBuffer memory;
+    Buffer memory;
     Event moved;  // the last copy from or to it
   };
   void wait(const Event& event) const;
@@ -120,8 +110,10 @@ class CudaDevice final : public Device {
   int ordinal_;
   cudaDeviceProp properties_{};
   std::string pci_bus_id_;
-  Stream stream_;
-  Event reached_;  // of synchronize()
+  Stream stream_, downloads_;
+  Event reached_;              // of synchronize()
+  Event written_, downloaded_;  // of download_start(): its source, and its end
+  PinnedMemory pinned_;
   Slot slots_[2];
   std::function<void()> watcher_;
 };

@@ -25,6 +25,15 @@ class Device {
   virtual void copy(void* to, const void* from, size_t bytes) = 0;  // any direction, complete on return
   virtual void zero(void* data, size_t bytes) = 0;
 
+  // Whose memory the host can use in place and copies from and to this device are fastest with: this
+  // device itself where its memory is the host's, page-locked memory for a GPU.
+  virtual Device& host() { return *this; }
+  bool is_host() { return &host() == this; }
+  // Starts a copy to memory of host(). It reads what all operators so far write, and runs beside the
+  // later ones: those that change `from` come after a download_wait().
+  virtual void download_start(void* to, const void* from, size_t bytes) { copy(to, from, bytes); }
+  virtual void download_wait() {}  // for all that were started; on any thread
+
   // Bytes held now and at most so far, by segment. Transports count their windows here as well.
   void account(Segment segment, int64_t bytes);
   int64_t bytes_held(Segment segment) const { return held_[static_cast<int>(segment)]; }

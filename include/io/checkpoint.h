@@ -24,12 +24,13 @@
 #include <vector>
 
 #include "comm/world.h"
+#include "device/staging.h"
 #include "tensor/tensor.h"
 
 namespace qshard {
 
-// What this rank holds of one tensor: rows [first_row, first_row + n) of dimension 0, f32, in host
-// memory.
+// What this rank holds of one tensor: rows [first_row, first_row + n) of dimension 0, f32, in the
+// host's memory or that of the device whose Staging goes with them.
 struct CheckpointTensor {
   std::string dataset;  // "/model/model.norm.weight"
   Shape shape;          // global
@@ -62,17 +63,19 @@ struct SaveReport {
 };
 
 // Collective over `world`, whose communicators nothing else uses meanwhile. A failure on any rank
-// is one AgreedError that lists ranks and reasons; values that are not finite are one.
+// is one AgreedError that lists ranks and reasons; values that are not finite are one. Stages one
+// transfer at a time.
 SaveReport save_checkpoint(const World& world, const std::string& folder,
                            const CheckpointState& state,
                            const std::vector<CheckpointTensor>& tensors,
-                           const SaveOptions& options);
+                           const SaveOptions& options, Staging staging = {});
 
 // Collective: every rank reads its rows of all tensors. Strict: a missing, extra, renamed or
 // reshaped dataset, another dtype or a wrong checksum is an AgreedError that names it. model_only:
 // just /model.
 void load_checkpoint(const World& world, const std::string& path,
-                     const std::vector<CheckpointTensor>& tensors, bool model_only);
+                     const std::vector<CheckpointTensor>& tensors, bool model_only,
+                     Staging staging = {});
 
 // Header only; throws when the file is not a complete checkpoint of this version.
 CheckpointState read_checkpoint_state(const std::string& path);

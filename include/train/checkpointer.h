@@ -15,12 +15,13 @@ namespace qshard {
 struct CheckpointOptions {
   int64_t every = 0;  // steps; 0: only at the end and when the run is stopped
   bool at_end = true;
-  bool async = false;  // written by a thread from a copy in host memory while training goes on
+  bool async = false;  // written by a thread from a copy while training goes on, see save()
   int64_t piece_mb = 512, alignment_kb = 4;
   SaveOptions save;
 };
 
-// The model's and optimizer's tensors as this rank holds them: views, valid as long as the model.
+// The model's and optimizer's tensors as this rank holds them: views, valid as long as the model, of
+// memory of model.device().
 std::vector<CheckpointTensor> checkpoint_tensors(const World& world, Qwen3Model& model,
                                                  bool model_only);
 
@@ -31,9 +32,10 @@ class Checkpointer {
                Backend& backend, Qwen3Model& model);
   ~Checkpointer();
 
-  // Collective. Waits for an earlier save in the background; with async returns once the copy is
-  // made. Weights or moments that are not finite are refused (see save_checkpoint): they never
-  // replace good ones.
+  // Collective. Waits for an earlier save in the background. With async it returns once the copy to
+  // host memory is made or, from a GPU, started: that runs beside the next step up to its update
+  // (Engine::update waits for it). Weights or moments that are not finite are refused (see
+  // save_checkpoint): they never replace good ones.
   void save(const CheckpointState& state);
   // Waits for a save in the background; its failure is an AgreedError. Collective.
   void finish();
@@ -44,7 +46,7 @@ class Checkpointer {
   int64_t last_step() const { return last_step_; }  // of the last save begun; -1: none
 
  private:
-  std::vector<CheckpointTensor> snapshot();
+  std::vector<CheckpointTensor> start_snapshot();
 
   CheckpointOptions options_;
   std::string folder_;
@@ -52,7 +54,7 @@ class Checkpointer {
   Backend& backend_;
   Qwen3Model& model_;
   std::unique_ptr<World> background_world_;
-  std::vector<Buffer> snapshot_;
+  Buffer snapshot_;  // of all tensors, one after the other; kept from save to save
   std::thread thread_;
   std::exception_ptr failure_;
   SaveReport report_;

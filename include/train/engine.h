@@ -33,7 +33,7 @@ class Engine {
   StepResult step(const std::vector<TokenBatch>& micro_batches, double lr);
   // Parts of step(), for callers that look at the gradient before the update.
   StepResult compute_gradients(const std::vector<TokenBatch>& micro_batches);
-  void update(const StepResult& result, double lr);
+  void update(const StepResult& result, double lr);  // after a download_wait() of the device
 
   // Mean loss over all kept labels of all ranks, 0 without any; every rank passes the same number of
   // batches. A loss that is not finite throws an AgreedError.

@@ -82,20 +82,20 @@ Header Header::read(const Hdf5File& file) {
 }
 
 // Σ of the hashes of rows [first_row, …); unsigned arithmetic wraps, which is what is wanted.
-int64_t hash_rows(const float* values, int64_t first_row, int64_t rows, int64_t row_numel) {
-  uint64_t sum = 0;
-  for (int64_t r = 0; r < rows; ++r)
-    sum += XXH3_64bits_withSeed(values + r * row_numel, row_numel * sizeof(float),
-                                static_cast<uint64_t>(first_row + r));
-  return static_cast<int64_t>(sum);
+uint64_t hash_rows(std::span<const float> values, int64_t first_row, int64_t row_numel) {
+  const auto row = static_cast<size_t>(row_numel);
+  uint64_t sum = 0, index = static_cast<uint64_t>(first_row);
+  for (size_t at = 0; at < values.size(); at += row)
+    sum += XXH3_64bits_withSeed(values.data() + at, row * sizeof(float), index++);
+  return sum;
 }
 
 // Sums over ranks modulo 2^64; in two halves they do not overflow on the way.
-std::vector<int64_t> wrapping_sum(const World& world, const std::vector<int64_t>& own) {
+std::vector<int64_t> wrapping_sum(const World& world, const std::vector<uint64_t>& own) {
   std::vector<int64_t> halves, sums;
-  for (int64_t value : own) {
-    halves.push_back(static_cast<int64_t>(static_cast<uint64_t>(value) >> 32));
-    halves.push_back(value & 0xffffffff);
+  for (const uint64_t value : own) {
+    halves.push_back(static_cast<int64_t>(value >> 32));
+    halves.push_back(static_cast<int64_t>(value & 0xffffffff));
   }
   world.all_reduce_sum(halves.data(), static_cast<int>(halves.size()));
   for (size_t i = 0; i < own.size(); ++i)
@@ -104,30 +104,45 @@ std::vector<int64_t> wrapping_sum(const World& world, const std::vector<int64_t>
   return sums;
 }
 
-// One checksum a tensor, over all ranks.
-std::vector<int64_t> checksums(const World& world, const std::vector<CheckpointTensor>& tensors) {
-  std::vector<int64_t> own;
-  for (const CheckpointTensor& t : tensors) {
-    const int64_t row = t.shape.row_numel();
-    const int64_t rows = t.rows.numel() / row;
-    own.push_back(hash_rows(t.rows.as<float>(), t.first_row, rows, row));
-  }
-  return wrapping_sum(world, own);
+int64_t piece_rows(const CheckpointTensor& t, int64_t piece_bytes) {
+  return std::max<int64_t>(1, piece_bytes / (t.shape.row_numel() * int64_t{sizeof(float)}));
 }
 
-bool all_finite(const float* values, int64_t n) {
+// Rows [begin, end) of those that this rank holds.
+Tensor own_rows(const CheckpointTensor& t, int64_t begin, int64_t end) {
+  return t.rows.row_range(begin * t.shape.row_numel(), end * t.shape.row_numel());
+}
+
+// Calls fn(index of the first row, rows) for one piece after the other of what this rank holds.
+void for_each_piece(const CheckpointTensor& t, int64_t piece_bytes,
+                    const std::function<void(int64_t, const Tensor&)>& fn) {
+  const int64_t own = t.rows.numel() / t.shape.row_numel(), step = piece_rows(t, piece_bytes);
+  for (int64_t begin = 0; begin < own; begin += step)
+    fn(t.first_row + begin, own_rows(t, begin, std::min(begin + step, own)));
+}
+
+bool all_finite(std::span<const float> values) {
   uint32_t bad = 0;  // an exponent of ones: infinite or NaN
-  for (int64_t i = 0; i < n; ++i)
-    bad |= (std::bit_cast<uint32_t>(values[i]) & 0x7f800000u) == 0x7f800000u;
+  for (const float value : values)
+    bad |= (std::bit_cast<uint32_t>(value) & 0x7f800000u) == 0x7f800000u;
   return bad == 0;
 }
 
-void require_finite(const World& world, const std::vector<CheckpointTensor>& tensors) {
+// One checksum a tensor, over all ranks. Values that are not finite are an AgreedError.
+std::vector<int64_t> checksums(const World& world, const std::vector<CheckpointTensor>& tensors,
+                               int64_t piece_bytes, Staging& staging) {
+  std::vector<uint64_t> own(tensors.size());
   collectively(world, [&] {
-    for (const CheckpointTensor& t : tensors)
-      if (!all_finite(t.rows.as<float>(), t.rows.numel()))
-        fail("{} has values that are not finite", t.dataset);
+    for (size_t i = 0; i < tensors.size(); ++i) {
+      const CheckpointTensor& t = tensors[i];
+      for_each_piece(t, piece_bytes, [&](int64_t first, const Tensor& rows) {
+        const std::span<const float> values = staging.read(rows);
+        if (!all_finite(values)) fail("{} has values that are not finite", t.dataset);
+        own[i] += hash_rows(values, first, t.shape.row_numel());
+      });
+    }
   });
+  return wrapping_sum(world, own);
 }
 
 std::string now_text() {
@@ -179,10 +194,6 @@ class Attempts {
   std::string problem_;
 };
 
-int64_t piece_rows(const CheckpointTensor& t, int64_t piece_bytes) {
-  return std::max<int64_t>(1, piece_bytes / (t.shape.row_numel() * int64_t{sizeof(float)}));
-}
-
 // The number of pieces of each tensor, the same on all ranks.
 std::vector<int64_t> count_pieces(const World& world, const std::vector<CheckpointTensor>& tensors,
                                   int64_t piece_bytes) {
@@ -198,19 +209,22 @@ std::vector<int64_t> count_pieces(const World& world, const std::vector<Checkpoi
 // All ranks make the same calls, however few rows they hold: opening a dataset, collective
 // transfers and closing are collective. One that has failed goes on without values.
 void write_all_rows(const World& world, const std::string& path,
-                    const std::vector<CheckpointTensor>& tensors, const SaveOptions& options) {
+                    const std::vector<CheckpointTensor>& tensors, const SaveOptions& options,
+                    Staging& staging) {
   const std::vector<int64_t> pieces = count_pieces(world, tensors, options.piece_bytes);
   collectively(world, [&] { require_writable(path); });
   Attempts attempt;
   Hdf5File file = Hdf5File::open_parallel(path, world.comm(), options.hints, options.collective);
   for (size_t i = 0; i < tensors.size(); ++i) {
     const CheckpointTensor& t = tensors[i];
-    const int64_t row = t.shape.row_numel(), own = t.rows.numel() / row;
+    const int64_t own = t.rows.numel() / t.shape.row_numel();
     const int64_t step = piece_rows(t, options.piece_bytes);
     for (int64_t p = 0; p < pieces[i]; ++p) {
-      const int64_t rows = attempt.failed() ? 0 : own;
-      const int64_t begin = std::min(p * step, rows), end = std::min(begin + step, rows);
-      const std::span<const float> values(t.rows.as<float>() + begin * row, (end - begin) * row);
+      const int64_t begin = std::min(p * step, own), end = std::min(begin + step, own);
+      std::span<const float> values;
+      attempt([&] {
+        if (!attempt.failed()) values = staging.read(own_rows(t, begin, end));
+      });
       attempt([&] { file.write(t.dataset, t.first_row + begin, values); });
     }
   }
@@ -281,6 +295,19 @@ void check_structure(const Hdf5File& file, const std::vector<CheckpointTensor>& 
       fail("{}: dataset {} does not belong to this model", file.path(), name);
 }
 
+// Reads what this rank holds of a tensor. Returns its part of the checksum.
+uint64_t read_rows(const Hdf5File& file, const CheckpointTensor& t, Staging& staging) {
+  constexpr int64_t kPieceBytes = 64 << 20;  // large enough for the full rate of a disk
+  uint64_t sum = 0;
+  for_each_piece(t, kPieceBytes, [&](int64_t first, const Tensor& rows) {
+    staging.write(rows, [&](std::span<float> values) {
+      file.read(t.dataset, first, values);
+      sum += hash_rows(values, first, t.shape.row_numel());
+    });
+  });
+  return sum;
+}
+
 // What can be said without the model: there are as many datasets as were written. Weights and
 // moments are of the same tensors, which tells the missing one's name.
 void require_all_present(const Hdf5File& file, const std::vector<std::string>& names) {
@@ -301,7 +328,7 @@ void require_all_present(const Hdf5File& file, const std::vector<std::string>& n
 SaveReport save_checkpoint(const World& world, const std::string& folder,
                            const CheckpointState& state,
                            const std::vector<CheckpointTensor>& tensors,
-                           const SaveOptions& options) {
+                           const SaveOptions& options, Staging staging) {
   const auto begin = std::chrono::steady_clock::now();
   SaveReport report;
   report.step = state.step;
@@ -310,15 +337,14 @@ SaveReport save_checkpoint(const World& world, const std::string& folder,
   for (const CheckpointTensor& t : tensors)
     report.bytes += t.shape.numel() * int64_t{sizeof(float)};
   try {
-    require_finite(world, tensors);
-    const std::vector<int64_t> sums = checksums(world, tensors);
+    const std::vector<int64_t> sums = checksums(world, tensors, options.piece_bytes, staging);
     collectively(world, [&] {
       if (world.rank() != 0) return;
       fs::create_directories(folder);
       create_structure(world, temporary, state, tensors, sums, options.alignment);
       reserve_space(temporary);
     });
-    write_all_rows(world, temporary, tensors, options);
+    write_all_rows(world, temporary, tensors, options, staging);
     collectively(world, [&] { flush_to_disk(temporary); });
     collectively(world, [&] {
       if (world.rank() != 0) return;
@@ -337,18 +363,20 @@ SaveReport save_checkpoint(const World& world, const std::string& folder,
 }
 
 void load_checkpoint(const World& world, const std::string& path,
-                     const std::vector<CheckpointTensor>& tensors, bool model_only) {
+                     const std::vector<CheckpointTensor>& tensors, bool model_only,
+                     Staging staging) {
+  std::vector<uint64_t> own;
   std::vector<int64_t> stored;
   collectively(world, [&] {
     read_checkpoint_state(path);
     const Hdf5File file = Hdf5File::open(path);
     check_structure(file, tensors, model_only);
     for (const CheckpointTensor& t : tensors) {
-      file.read(t.dataset, t.first_row, std::span<float>(t.rows.as<float>(), t.rows.numel()));
+      own.push_back(read_rows(file, t, staging));
       stored.push_back(file.int_attribute(kChecksum, t.dataset));
     }
   });
-  const std::vector<int64_t> found = checksums(world, tensors);
+  const std::vector<int64_t> found = wrapping_sum(world, own);
   collectively(world, [&] {
     for (size_t i = 0; i < tensors.size(); ++i)
       if (found[i] != stored[i])
@@ -401,7 +429,8 @@ std::vector<CheckpointEntry> list_checkpoints(const std::string& folder) {
 
 std::vector<std::string> verify_checkpoint(const World& world, const std::string& path) {
   std::vector<std::string> names, damaged;
-  std::vector<int64_t> sums, stored;
+  std::vector<uint64_t> own;
+  std::vector<int64_t> stored;
   collectively(world, [&] {
     const Hdf5File file = Hdf5File::open(path);
     names = file.datasets();
@@ -415,11 +444,11 @@ std::vector<std::string> verify_checkpoint(const World& world, const std::string
       const int64_t end = shape[0] * (world.rank() + 1) / world.size();
       values.resize((end - begin) * shape.row_numel());
       file.read(name, begin, std::span<float>(values));
-      sums.push_back(hash_rows(values.data(), begin, end - begin, shape.row_numel()));
+      own.push_back(hash_rows(values, begin, shape.row_numel()));
       stored.push_back(file.int_attribute(kChecksum, name));
     }
   });
-  sums = wrapping_sum(world, sums);
+  const std::vector<int64_t> sums = wrapping_sum(world, own);
   for (size_t i = 0; i < names.size(); ++i)
     if (sums[i] != stored[i]) damaged.push_back(names[i]);
   return damaged;

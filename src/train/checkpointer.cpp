@@ -41,15 +41,21 @@ Checkpointer::~Checkpointer() {
   if (thread_.joinable()) thread_.join();
 }
 
-// A copy of all tensors; its memory is kept from save to save.
-std::vector<CheckpointTensor> Checkpointer::snapshot() {
+// All tensors in host memory, complete after download_wait() of the device.
+std::vector<CheckpointTensor> Checkpointer::start_snapshot() {
+  Device& device = *backend_.device;
   std::vector<CheckpointTensor> tensors = checkpoint_tensors(world_, model_, false);
-  for (size_t i = 0; i < tensors.size(); ++i) {
-    if (snapshot_.size() == i)
-      snapshot_.emplace_back(*backend_.device, DType::f32, tensors[i].rows.shape,
-                             Segment::workspace, "snapshot");
-    backend_.device->copy(snapshot_[i]->data, tensors[i].rows.data, tensors[i].rows.bytes());
-    tensors[i].rows = snapshot_[i];
+  if (!snapshot_.tensor()) {
+    int64_t n = 0;
+    for (const CheckpointTensor& t : tensors) n += t.rows.numel();
+    snapshot_ = Buffer(device.host(), DType::f32, {n}, Segment::workspace, "snapshot");
+  }
+  int64_t at = 0;
+  for (CheckpointTensor& t : tensors) {
+    const Tensor copy = snapshot_->row_range(at, at + t.rows.numel());
+    device.download_start(copy.data, t.rows.data, t.rows.bytes());
+    at += t.rows.numel();
+    t.rows = copy;
   }
   return tensors;
 }
@@ -59,13 +65,14 @@ void Checkpointer::save(const CheckpointState& state) {
   last_step_ = state.step;
   if (!options_.async) {
     report_ = save_checkpoint(world_, folder_, state, checkpoint_tensors(world_, model_, false),
-                              options_.save);
+                              options_.save, Staging(*backend_.device));
     report_ready_ = true;
     return;
   }
-  thread_ = std::thread([this, state, tensors = snapshot()] {
+  thread_ = std::thread([this, state, tensors = start_snapshot()] {
     try {
-        report_ = save_checkpoint(*background_world_, folder_, state, tensors, options_.save);
+      backend_.device->download_wait();
+      report_ = save_checkpoint(*background_world_, folder_, state, tensors, options_.save);
       report_ready_ = true;
     } catch (...) {
       failure_ = std::current_exception();

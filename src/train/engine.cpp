@@ -98,6 +98,7 @@ void Engine::update(const StepResult& result, double lr) {
   ++steps_done_;
   if (!result.updated) return;
   ++updates_;  // what AdamW's bias correction counts
+  backend_.device->download_wait();  // a snapshot may still be read from the weights
   const float scale = clip_factor(result.grad_norm, adamw_.clip);
   for (int u = 0; u < model_->num_units(); ++u)
     adamw_update(model_->unit(u), *backend_.ops, adamw_, lr, updates_, scale);

@@ -2,6 +2,7 @@
 
 #include <memory>
 
+#include "device/staging.h"
 #include "model/qwen3_params.h"
 
 namespace qshard {
@@ -36,11 +37,10 @@ void export_model(const World& world, Qwen3Model& model, ExportWhat what, const 
       entries.push_back({t.spec->name, DType::f32, t.spec->shape});
     writer = std::make_unique<SafetensorsWriter>(path, std::move(entries));
   });
-  std::vector<float> rows;
+  Staging staging(model.device());
   for (const ShardedTensor& t : tensors) {
-    rows.resize(t.rows.numel());
-    model.device().copy(rows.data(), t.rows.as<float>(), t.rows.bytes());
-    std::vector<float> values = gather_to_rank0(world, rows.data(), t.rows.numel());
+    const std::span<const float> rows = staging.read(t.rows);
+    std::vector<float> values = gather_to_rank0(world, rows.data(), std::ssize(rows));
     for (float& v : values) v *= scale;
     collectively(world, [&] {
       if (writer) writer->append(Tensor::of(values.data(), t.spec->shape));
@@ -53,7 +53,7 @@ void export_model(const World& world, Qwen3Model& model, ExportWhat what, const 
 
 void import_weights(const World& world, Qwen3Model& model, const HfWeights& weights,
                     const std::function<void(const std::string&)>& warn) {
-  std::vector<float> values;
+  Staging staging(model.device());
   collectively(world, [&] {
     weights.require(all_params(model.config()));
     for (int u = 0; u < model.num_units(); ++u) {
@@ -61,11 +61,10 @@ void import_weights(const World& world, Qwen3Model& model, const HfWeights& weig
       for (int i = 0; i < unit.size(); ++i) {
         const ParamLayout& layout = unit.layout()[i];
         const RowRange rows = layout.rows_of(world.rank());
-        const Tensor master = unit.master(i);
-        values.resize(master.numel());
-        weights.read_f32(unit.layout().params()[i].name, rows.begin * layout.row_numel,
-                         master.numel(), values.data());
-        model.device().copy(master.as<float>(), values.data(), master.bytes());
+        staging.write(unit.master(i), [&](std::span<float> values) {
+          weights.read_f32(unit.layout().params()[i].name, rows.begin * layout.row_numel,
+                           std::ssize(values), values.data());
+        });
       }
     }
   });

@@ -120,7 +120,8 @@ void Trainer::require_compatible(const CheckpointState& saved) const {
 void Trainer::restore() {
   const bool weights_only = config_.init == "weights-only";
   const auto begin = Clock::now();
-  load_checkpoint(world_, checkpoint_, checkpoint_tensors(world_, engine_->model(), weights_only), weights_only);
+  load_checkpoint(world_, checkpoint_, checkpoint_tensors(world_, engine_->model(), weights_only), weights_only,
+                  Staging(*backend_.device));
   for (int u = 0; u < engine_->model().num_units(); ++u) {
     engine_->model().unit(u).cast_to_compute();
     engine_->model().unit(u).publish();

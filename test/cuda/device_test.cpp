@@ -1,6 +1,9 @@
+#include <thread>
+
 #include "cuda/check_cuda.h"
 #include "cuda/choose_device.h"
 #include "cuda_ops_reference.h"
+#include "device/staging.h"
 
 namespace qshard {
 namespace {
@@ -71,15 +74,71 @@ TEST(CudaDevice, CopiesInEveryDirection) {
   device.copy(pageable.data(), bytes.data(), n);
   EXPECT_TRUE(pageable == bytes);
 
-  const cuda::PinnedBuffer pinned(n);
-  device.copy(pinned.data(), a->data, n);
-  EXPECT_EQ(std::memcmp(pinned.data(), bytes.data(), n), 0);
+  const Buffer pinned(device.host(), DType::u8, {n}, Segment::workspace, "pinned");
+  device.copy(pinned->data, a->data, n);
+  EXPECT_EQ(std::memcmp(pinned->data, bytes.data(), n), 0);
   device.zero(a->data, n);
-  device.copy(b->data, pinned.data(), n);
+  device.copy(b->data, pinned->data, n);
   device.copy(back.data(), a->data, n);
   EXPECT_TRUE(back == std::vector<char>(n, 0));
   device.copy(back.data(), b->data, n);
   EXPECT_TRUE(back == bytes);
+}
+
+TEST(CudaDevice, HostMemoryIsAnothersAndZero) {
+  Device& device = *cuda_backend().device;
+  EXPECT_FALSE(device.is_host());
+  EXPECT_TRUE(device.host().is_host());
+  const int64_t before = device.bytes_held();
+  const Buffer pinned(device.host(), DType::f32, {1000}, Segment::workspace, "pinned");
+  EXPECT_EQ(device.bytes_held(), before);
+  EXPECT_GE(device.host().bytes_held(), 4000);
+  for (int64_t i = 0; i < 1000; ++i) ASSERT_EQ(pinned->as<float>()[i], 0);
+  EXPECT_EQ(device.host().allocate(0), nullptr);
+}
+
+// What operators before the start wrote arrives, what comes after the wait does not; meanwhile
+// others run.
+TEST(CudaDevice, DownloadsRunBesideOperators) {
+  Device& device = *cuda_backend().device;
+  constexpr int64_t n = 5000;
+  Twin x = Twin::random(DType::f32, 1, n, 1), y(DType::f32, 1, n);
+  const Buffer to(device.host(), DType::f32, {2 * n}, Segment::workspace, "to");
+  device.download_wait();  // nothing was started
+  for (float value = 1; value <= 20; ++value) {
+    cuda_ops().fill(x.gpu_vector(), value);
+    device.download_start(to->data, x.gpu().data, n * sizeof(float));
+    device.download_start(to->as<float>() + n, x.gpu().data, n * sizeof(float));
+    device.download_start(to->data, x.gpu().data, 0);
+    cuda_ops().fill(y.gpu_vector(), 2 * value);
+    if (value > 10)
+      std::thread([&] { device.download_wait(); }).join();
+    else
+      device.download_wait();
+    cuda_ops().fill(x.gpu_vector(), -1);
+    EXPECT_EQ(Floats(to->as<float>(), to->as<float>() + 2 * n), Floats(2 * n, value));
+    EXPECT_EQ(y.download(), Floats(n, 2 * value));
+  }
+}
+
+TEST(CudaDevice, StagingReadsAndWrites) {
+  Device& device = *cuda_backend().device;
+  Twin x = Twin::random(DType::f32, 1, 1000, 1);
+  Staging staging(device);
+  for (const auto& [begin, end] : {std::pair{0, 10}, {0, 1000}, {7, 7}, {990, 1000}}) {
+    const std::span<const float> values = staging.read(x.gpu_vector().row_range(begin, end));
+    EXPECT_EQ(Floats(values.begin(), values.end()),
+              Floats(x.host().begin() + begin, x.host().begin() + end));
+  }
+  Floats expected = x.host();
+  std::fill(expected.begin() + 3, expected.begin() + 700, 5.f);
+  staging.write(x.gpu_vector().row_range(3, 700), [](std::span<float> values) {
+    EXPECT_EQ(values.size(), 697u);
+    std::fill(values.begin(), values.end(), 5.f);
+  });
+  EXPECT_EQ(x.download(), expected);
+  EXPECT_THROW(staging.write(x.gpu_vector(), [](std::span<float>) { fail("unreadable"); }), Error);
+  EXPECT_EQ(x.download(), expected);
 }
 
 TEST(CudaDevice, AccountsMemoryBySegment) {

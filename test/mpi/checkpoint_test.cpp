@@ -279,6 +279,78 @@ TEST(Checkpoint, WhatIsInTheFileDoesNotDependOnRanks) {
   }
 }
 
+// Memory in which the host reads wrong values, as it would on a GPU: all bits are turned over.
+class FarDevice : public Device {
+ public:
+  std::string name() const override { return "far"; }
+  void* allocate(size_t bytes) override { return test_backend().device->allocate(bytes); }
+  void release(void* data, size_t bytes) noexcept override {
+    test_backend().device->release(data, bytes);
+  }
+  void copy(void* to, const void* from, size_t bytes) override {
+    if (copies++ == last_copy) fail("the device is lost");
+    for (size_t i = 0; i < bytes; ++i)
+      static_cast<uint8_t*>(to)[i] = static_cast<uint8_t>(~static_cast<const uint8_t*>(from)[i]);
+    largest = std::max(largest, bytes);
+  }
+  void zero(void* data, size_t bytes) override { std::memset(data, 0xff, bytes); }
+  Device& host() override { return *test_backend().device; }
+  int64_t copies = 0, last_copy = -1;
+  size_t largest = 0;
+};
+
+// Tensors that lie there.
+struct FarTensors : Tensors {
+  FarDevice device;
+  void turn_over() {
+    for (std::vector<float>& values : memory)
+      device.copy(values.data(), values.data(), values.size() * sizeof(float));
+    device.copies = 0, device.largest = 0;
+  }
+};
+
+TEST(Checkpoint, RowsOfADeviceGoThroughTheHostInPieces) {
+  for (const int64_t piece : {int64_t{1}, int64_t{100}, int64_t{1} << 20}) {
+    const SharedFolder here, there;
+    save(here, 1);
+    FarTensors far;
+    far.fill(1);
+    far.turn_over();
+    SaveOptions options;
+    options.piece_bytes = piece;
+    save_checkpoint(world(), there.path(), state_of(1), far.own, options, Staging(far.device));
+    EXPECT_LE(far.device.largest, static_cast<size_t>(std::max<int64_t>(piece, 48)));  // a row
+    const Hdf5File a = Hdf5File::open(here.checkpoint(1)), b = Hdf5File::open(there.checkpoint(1));
+    for (const std::string& name : a.datasets())
+      EXPECT_EQ(a.int_attribute("xxh3_rows", name), b.int_attribute("xxh3_rows", name)) << name;
+    expect_loads(there.checkpoint(1), 1);
+    FarTensors back;
+    load_checkpoint(world(), here.checkpoint(1), back.own, false, Staging(back.device));
+    back.turn_over();
+    back.expect(1);
+  }
+}
+
+TEST(Checkpoint, OneRankThatLosesItsDeviceIsNamed) {
+  const SharedFolder folder;
+  FarTensors far;
+  const auto save_step = [&](int64_t step) {
+    far.device.copies = 0;
+    save_checkpoint(world(), folder.path(), state_of(step), far.own, {}, Staging(far.device));
+  };
+  far.fill(1);
+  far.turn_over();
+  save_step(1);
+  const int64_t reads = far.device.copies / 2;  // of one of two passes: to check, to write
+  const int bad = world().size() - 1;
+  for (const int64_t last : {int64_t{0}, reads}) {
+    if (world().rank() == bad) far.device.last_copy = last;
+    const std::string error = agreed_error([&] { save_step(2); });
+    EXPECT_TRUE(has(error, {"step 2", "older ones are intact", "the device is lost"}));
+    EXPECT_EQ(folder.names(), std::vector<std::string>{"step-00000001.h5"});
+  }
+}
+
 TEST(Checkpoint, PiecesAndTransfersGiveTheSameBytes) {
   const SharedFolder folder;
   for (const bool collective : {false, true})

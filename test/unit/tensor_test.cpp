@@ -5,6 +5,7 @@
 
 #include "../test_main.h"
 #include "cpu/backend_cpu.h"
+#include "device/staging.h"
 
 namespace qshard {
 namespace {
@@ -109,6 +110,26 @@ TEST(CpuDevice, CopyAndZero) {
   EXPECT_STREQ(to, "abc");
   device.zero(to, 3);
   EXPECT_EQ(to[2], 0);
+}
+
+TEST(CpuDevice, StagesNothing) {
+  Device& device = *test_backend().device;
+  EXPECT_TRUE(device.is_host());
+  EXPECT_EQ(&device.host(), &device);
+  float x[] = {1, 2, 3};
+  const int64_t before = device.bytes_held();
+  Staging of_device(device), of_host;
+  for (Staging* staging : {&of_device, &of_host}) {
+    EXPECT_EQ(staging->read(Tensor::of(x, {3})).data(), x);
+    staging->write(Tensor::of(x, {3}), [&](std::span<float> values) {
+      EXPECT_EQ(values.data(), x);
+      EXPECT_EQ(values.size(), 3u);
+    });
+  }
+  EXPECT_EQ(device.bytes_held(), before);
+  Tensor apart = Tensor::of(x, {2, 1});
+  apart.ld = 2;
+  EXPECT_THROW(of_host.read(apart), Error);
 }
 
 class FullDevice : public Device {
