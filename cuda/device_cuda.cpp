@@ -214,6 +214,13 @@ void CudaDevice::copy(void* to, const void* from, size_t bytes) {
   synchronize();
 }
 
+void CudaDevice::enqueue_copy(void* to, const void* from, size_t bytes) {
+  if (bytes == 0) return;
+  const Place target = place_of(to), source = place_of(from);
+  if (target == Place::pageable || source == Place::pageable) return copy(to, from, bytes);
+  CUDA_CHECK(cudaMemcpyAsync(to, from, bytes, kind_of(target, source), stream_));
+}
+
 CudaDevice::Slot& CudaDevice::slot(int64_t piece) {
   Slot& slot = slots_[piece % 2];
   if (!slot.memory.tensor())

@@ -81,6 +81,7 @@ class CudaDevice final : public Device {
   // pinned.
   void copy(void* to, const void* from, size_t bytes) override;
   void zero(void* data, size_t bytes) override;  // in the order of the compute stream
+  void enqueue_copy(void* to, const void* from, size_t bytes) override;
   Device& host() override { return pinned_; }
   void download_start(void* to, const void* from, size_t bytes) override;
   void download_wait() override;

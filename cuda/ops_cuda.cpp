@@ -12,8 +12,7 @@ CudaOps::CudaOps(CudaDevice& device, F32Products f32_products)
     : device_(device),
       stream_(device.stream()),
       gemm_(device, device.stream(), f32_products),
-      partial_sums_(device, DType::f64, {kSumBlocks}, Segment::workspace, "partial sums"),
-      total_(device, DType::f64, {1}, Segment::workspace, "sum") {}
+      partial_sums_(device, DType::f64, {kSumBlocks}, Segment::workspace, "partial sums") {}
 
 float* CudaOps::scratch(int64_t floats) {
   if (!scratch_.tensor() || scratch_->numel() < floats) {
@@ -275,16 +274,6 @@ void CudaOps::add_sum(Tensor x, Tensor total) { add_sum_of("add_sum", x, Summand
 void CudaOps::add_sum_squares(Tensor x, Tensor total) {
   add_sum_of("add_sum_squares", x, Summand::square, total);
 }
-
-double CudaOps::sum_now(const char* op, const Tensor& x, Summand summand) {
-  double total = 0;
-  device_.zero(total_->data, sizeof total);
-  add_sum_of(op, x, summand, total_);
-  device_.copy(&total, total_->data, sizeof total);
-  return total;
-}
-double CudaOps::sum(Tensor x) { return sum_now("sum", x, Summand::value); }
-double CudaOps::sum_squares(Tensor x) { return sum_now("sum_squares", x, Summand::square); }
 
 void CudaOps::cast(Tensor from, Tensor to) {
   QS_CHECK(from.shape == to.shape, "cast: from {} to {}: the shapes must be equal",

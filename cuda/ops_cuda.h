@@ -1,8 +1,8 @@
 // The operators on a GPU: plain CUDA kernels and cuBLASLt.
 //
 // Every operator checks its arguments on the host, enqueues on the device's compute stream and
-// returns; nothing waits for the GPU but sum, sum_squares and measure_peak. Scratch memory grows to
-// what the largest call needs, which waits for the GPU once: it belongs to the first step.
+// returns; nothing waits for the GPU but measure_peak. Scratch memory grows to what the largest call
+// needs, which waits for the GPU once: it belongs to the first step.
 #pragma once
 
 #include "cuda/device_cuda.h"
@@ -52,10 +52,8 @@ class CudaOps final : public Ops {
                      Tensor loss) override;
 
   void adamw(Tensor p, Tensor g, Tensor m, Tensor v, Tensor p_out, const AdamWStep& step) override;
-  void add_sum(Tensor x, Tensor total);  // total (f64 [1], device memory) += Σ x, fixed order
-  void add_sum_squares(Tensor x, Tensor total);  // total += Σ x²
-  double sum(Tensor x) override;
-  double sum_squares(Tensor x) override;
+  void add_sum(Tensor x, Tensor total) override;
+  void add_sum_squares(Tensor x, Tensor total) override;
   void cast(Tensor from, Tensor to) override;
   void sum_parts(std::span<const Tensor> parts, float scale, Tensor out, bool accumulate) override;
   void init_normal(Tensor out, uint64_t seed, uint64_t stream, int64_t first, float std) override;
@@ -65,7 +63,6 @@ class CudaOps final : public Ops {
   // At least `floats` floats until the next call; the contents are undefined.
   float* scratch(int64_t floats);
   void add_sum_of(const char* op, const Tensor& x, Summand summand, const Tensor& total);
-  double sum_now(const char* op, const Tensor& x, Summand summand);
   Attention attention_of(const char* op, const AttentionShape& s, Tensor q, Tensor k, Tensor v,
                          Tensor o, Tensor lse) const;
 
@@ -74,7 +71,6 @@ class CudaOps final : public Ops {
   Gemm gemm_;
   Buffer scratch_;
   Buffer partial_sums_;  // of add_sum
-  Buffer total_;         // of sum
 };
 
 }  // namespace qshard::cuda

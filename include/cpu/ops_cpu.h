@@ -47,8 +47,8 @@ class CpuOps final : public Ops {
                      Tensor loss) override;
 
   void adamw(Tensor p, Tensor g, Tensor m, Tensor v, Tensor p_out, const AdamWStep& step) override;
-  double sum(Tensor x) override;
-  double sum_squares(Tensor x) override;
+  void add_sum(Tensor x, Tensor total) override;
+  void add_sum_squares(Tensor x, Tensor total) override;
   void cast(Tensor from, Tensor to) override;
   void sum_parts(std::span<const Tensor> parts, float scale, Tensor out, bool accumulate) override;
   void init_normal(Tensor out, uint64_t seed, uint64_t stream, int64_t first, float std) override;

@@ -24,6 +24,9 @@ class Device {
   virtual void release(void* data, size_t bytes) noexcept = 0;
   virtual void copy(void* to, const void* from, size_t bytes) = 0;  // any direction, complete on return
   virtual void zero(void* data, size_t bytes) = 0;
+  // A copy in the order of the operators, for which the host does not wait where its memory is of
+  // host(). Such memory stays as it is until a copy() that is called later has returned.
+  virtual void enqueue_copy(void* to, const void* from, size_t bytes) { copy(to, from, bytes); }
 
   // Whose memory the host can use in place and copies from and to this device are fastest with: this
   // device itself where its memory is the host's, page-locked memory for a GPU.

@@ -81,8 +81,10 @@ class Ops {
   // --- optimizer and element-wise
   // PyTorch's AdamW on one contiguous piece: p,g,m,v f32; p_out (P or empty) gets the rounded new p.
   virtual void adamw(Tensor p, Tensor g, Tensor m, Tensor v, Tensor p_out, const AdamWStep& step) = 0;
-  virtual double sum(Tensor x) = 0;          // Σ x in f64, fixed order; x f32
-  virtual double sum_squares(Tensor x) = 0;  // Σ x² in f64, fixed order; x f32
+  // total (f64 [1]) += Σ x or Σ x², x f32, added up in f64 in a fixed order. The host reads the total
+  // when it wants to, so a step can add many sums and wait for the device once.
+  virtual void add_sum(Tensor x, Tensor total) = 0;
+  virtual void add_sum_squares(Tensor x, Tensor total) = 0;
   virtual void cast(Tensor from, Tensor to) = 0;  // f32 ↔ bf16/fp16, round to nearest even; also a plain copy
   // out (f32) (+)= scale · Σ_i parts[i], summed in the order of parts in f32; parts f32 or bf16, n elements each.
   virtual void sum_parts(std::span<const Tensor> parts, float scale, Tensor out, bool accumulate) = 0;

@@ -11,7 +11,8 @@
 namespace qshard {
 
 // This rank's tokens of one micro-batch. ids and labels: host int32 [B·T]; labels are already shifted,
-// -100 = ignored. Ids and labels are in range (the dataset checks).
+// -100 = ignored. Ids and labels are in range (the dataset checks). They stay as they are until the
+// loss has been read; in memory of device().host() nobody waits for their copies.
 struct TokenBatch {
   const int32_t* ids;
   const int32_t* labels;
@@ -27,9 +28,9 @@ class Qwen3Model {
 
   // Forward and backward of one micro-batch; afterwards (if it reduces) every unit's grad_shard holds
   // the mean over ranks of the gradient of loss_scale · Σ loss, summed over the step's micro-batches
-  // so far. Returns Σ loss over this rank's kept labels.
-  double forward_backward(TokenBatch batch, float loss_scale, MicroBatch micro);
-  double forward(TokenBatch batch);  // Σ loss only
+  // so far. Adds Σ loss over this rank's kept labels to loss_sum, f64 [1] of device().
+  void forward_backward(TokenBatch batch, float loss_scale, MicroBatch micro, Tensor loss_sum);
+  void forward(TokenBatch batch, Tensor loss_sum);  // adds Σ loss only
 
   const Qwen3Config& config() const { return config_; }
   const LayerShape& shape() const { return shape_; }
@@ -43,7 +44,7 @@ class Qwen3Model {
 
  private:
   void run_forward(TokenBatch batch, bool backward_follows);
-  double head(float loss_scale, bool backward);
+  void head(float loss_scale, bool backward, Tensor loss_sum);
   void copy_in(TokenBatch batch);
   Tensor head_weight(bool gradient) const;
 

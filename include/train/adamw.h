@@ -11,8 +11,8 @@ struct AdamWOptions {
   double clip = 1.0;                // global gradient norm; 0: no clipping
 };
 
-// Σ over this rank's rows of the squared reduced gradient.
-double local_grad_sum_squares(Unit& unit, Ops& ops);
+// Adds Σ over this rank's rows of the squared reduced gradient to `total` (f64 [1]).
+void add_grad_sum_squares(Unit& unit, Ops& ops, Tensor total);
 
 // The factor that clips: min(1, clip / (norm + 1e-6)), PyTorch's clip_grad_norm_.
 float clip_factor(double grad_norm, double clip);

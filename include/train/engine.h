@@ -4,7 +4,8 @@
 // reduce-scattered · loss and Σ grad² (one all-reduce) · stop if not finite · clip · AdamW on the own
 // rows. Loss = Σ cross-entropy of all kept labels of the global batch / their number, over all ranks
 // and micro-batches. As in FSDP2 the reduction averages over ranks; the local loss is scaled by
-// ranks / kept labels to match.
+// ranks / kept labels to match. The host waits for the device once: it reads the sums of loss and
+// grad², which the device adds up.
 #pragma once
 
 #include <memory>
@@ -49,12 +50,21 @@ class Engine {
   int64_t count_kept(const std::vector<TokenBatch>& batches) const;
   void require_finite(double own_loss, double loss_sum, double sum_squares) const;
   std::string find_cause(double own_loss) const;
+  std::string bad_parameter() const;
+  struct Sums {  // of this rank
+    double loss, grad_squares;
+  };
+  void zero_sums() const;
+  Sums read_sums() const;  // waits for the device
+  Tensor loss_sum() const { return sums_->row_range(0, 1); }
+  Tensor grad_sum() const { return sums_->row_range(1, 2); }
 
   World& world_;
   Backend& backend_;
   AdamWOptions adamw_;
   std::unique_ptr<Collectives> collectives_;
   std::unique_ptr<Qwen3Model> model_;
+  Buffer sums_;  // f64: loss, grad²
   int64_t steps_done_ = 0, updates_ = 0;
 };
 

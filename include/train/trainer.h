@@ -36,6 +36,7 @@ class Trainer {
   void train_step(int64_t step);
   void evaluate(int64_t step);
   void save_model();
+  Buffer token_buffer(int64_t tokens) const;
   std::vector<TokenBatch> read_step(int64_t step);
   std::vector<TokenBatch> read_evaluation(int64_t samples);
   int64_t peak_memory() const;
@@ -54,7 +55,7 @@ class Trainer {
   CheckpointState saved_;   // its header
   int64_t first_step_ = 1;  // of this launch
   bool stop_ = false;       // agreed by all ranks
-  std::vector<int32_t> ids_, labels_, val_ids_, val_labels_;
+  Buffer ids_, labels_, val_ids_, val_labels_;
 };
 
 }  // namespace qshard

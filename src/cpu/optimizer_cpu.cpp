@@ -3,6 +3,7 @@
 #include <Random123/boxmuller.hpp>
 
 #include <cmath>
+#include <numeric>
 #include <vector>
 
 #include "cpu/arguments.h"
@@ -20,11 +21,12 @@ void expect_flat(const char* op, const char* name, const Tensor& t, DType dtype,
            t.numel(), n);
 }
 
-// Sum in f64 of what `add` adds: pieces of a fixed length, in their order. (By reference: a vector
-// wider than the registers has no stable calling convention.)
+// total += sum in f64 of what `add` adds: pieces of a fixed length, in their order. (By reference: a
+// vector wider than the registers has no stable calling convention.)
 template <typename F>
-double sum_of(const Team& team, const char* op, const Tensor& x, F&& add) {
+void add_sum_of(const Team& team, const char* op, const Tensor& x, const Tensor& total, F&& add) {
   expect_contiguous(op, "x", x, DType::f32, x.shape);
+  expect(op, "total", total, DType::f64, {1});
   constexpr int64_t kPiece = 1 << 16;
   const int64_t n = x.numel(), pieces = (n + kPiece - 1) / kPiece;
   std::vector<double> sums(static_cast<size_t>(pieces));
@@ -36,9 +38,7 @@ double sum_of(const Team& team, const char* op, const Tensor& x, F&& add) {
     });
     sums[static_cast<size_t>(piece)] = lane_sum(sum);
   });
-  double total = 0;
-  for (double sum : sums) total += sum;
-  return total;
+  *total.as<double>() += std::accumulate(sums.begin(), sums.end(), 0.0);
 }
 
 template <typename From, typename To>
@@ -119,12 +119,12 @@ void CpuOps::adamw(Tensor p, Tensor g, Tensor m, Tensor v, Tensor p_out, const A
   });
 }
 
-double CpuOps::sum(Tensor x) {
-  return sum_of(team_, "sum", x, [](VecD& sum, const VecD& v) { sum += v; });
+void CpuOps::add_sum(Tensor x, Tensor total) {
+  add_sum_of(team_, "add_sum", x, total, [](VecD& sum, const VecD& v) { sum += v; });
 }
 
-double CpuOps::sum_squares(Tensor x) {
-  return sum_of(team_, "sum_squares", x, [](VecD& sum, const VecD& v) { sum += v * v; });
+void CpuOps::add_sum_squares(Tensor x, Tensor total) {
+  add_sum_of(team_, "add_sum_squares", x, total, [](VecD& sum, const VecD& v) { sum += v * v; });
 }
 
 void CpuOps::cast(Tensor from, Tensor to) {

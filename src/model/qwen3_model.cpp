@@ -65,8 +65,8 @@ void Qwen3Model::init_parameters(uint64_t seed) {
 }
 
 void Qwen3Model::copy_in(TokenBatch batch) {
-  backend_.device->copy(ids_->data, batch.ids, ids_->bytes());
-  backend_.device->copy(labels_->data, batch.labels, labels_->bytes());
+  backend_.device->enqueue_copy(ids_->data, batch.ids, ids_->bytes());
+  backend_.device->enqueue_copy(labels_->data, batch.labels, labels_->bytes());
 }
 
 Tensor Qwen3Model::head_weight(bool gradient) const {
@@ -74,11 +74,10 @@ Tensor Qwen3Model::head_weight(bool gradient) const {
   return gradient ? root_->grad(i) : root_->param(i);
 }
 
-double Qwen3Model::forward(TokenBatch batch) {
+void Qwen3Model::forward(TokenBatch batch, Tensor loss_sum) {
   run_forward(batch, false);
-  const double loss = head(0, false);
+  head(0, false, loss_sum);
   prefetch_->end_forward();
-  return loss;
 }
 
 void Qwen3Model::run_forward(TokenBatch batch, bool backward_follows) {
@@ -95,11 +94,12 @@ void Qwen3Model::run_forward(TokenBatch batch, bool backward_follows) {
   ops_.rms_norm(final_, root_->param(kFinalNorm), shape_.eps, final_normed_, final_rstd_);
 }
 
-double Qwen3Model::forward_backward(TokenBatch batch, float loss_scale, MicroBatch micro) {
+void Qwen3Model::forward_backward(TokenBatch batch, float loss_scale, MicroBatch micro,
+                                  Tensor loss_sum) {
   run_forward(batch, true);
   prefetch_->begin_backward(micro);
   const bool accumulate = root_->grad_accumulates();
-  const double loss = head(loss_scale, true);  // leaves the gradient of final_normed in d_norm
+  head(loss_scale, true, loss_sum);  // leaves the gradient of final_normed in d_norm
 
   const Tensor d_res = d_res_, d_res_p = param_dtype_ == DType::f32 ? d_res_ : d_res_p_;
   backend_.device->zero(d_res.data, d_res.bytes());
@@ -116,11 +116,10 @@ double Qwen3Model::forward_backward(TokenBatch batch, float loss_scale, MicroBat
     backend_.device->zero(d_embed.data, d_embed.bytes());
   ops_.embedding_grad(ids_, d_res, d_embed);
   prefetch_->end_backward();
-  return loss;
 }
 
 // Head and cross-entropy, chunk by chunk, so that at most head_chunk() rows of logits exist.
-double Qwen3Model::head(float loss_scale, bool backward) {
+void Qwen3Model::head(float loss_scale, bool backward, Tensor loss_sum) {
   const int64_t V = config_.vocab_size;
   const Tensor weight = head_weight(false), normed = final_normed_, labels = labels_,
                losses = losses_;
@@ -140,7 +139,7 @@ double Qwen3Model::head(float loss_scale, bool backward) {
     ops_.linear_dgrad(d_logits, weight, workspace_->d_norm.tensor().row_range(begin, end), false);
     accumulate = true;
   }
-  return ops_.sum(losses);
+  ops_.add_sum(losses, loss_sum);
 }
 
 }  // namespace qshard

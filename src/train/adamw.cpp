@@ -4,10 +4,8 @@
 
 namespace qshard {
 
-double local_grad_sum_squares(Unit& unit, Ops& ops) {
-  double total = 0;
-  for (int i = 0; i < unit.size(); ++i) total += ops.sum_squares(unit.grad_shard(i));
-  return total;
+void add_grad_sum_squares(Unit& unit, Ops& ops, Tensor total) {
+  for (int i = 0; i < unit.size(); ++i) ops.add_sum_squares(unit.grad_shard(i), total);
 }
 
 float clip_factor(double grad_norm, double clip) {

@@ -14,16 +14,6 @@ int lowest_rank(const World& world, bool yes) {
   return static_cast<int>(-highest);
 }
 
-// Name of the first parameter of which this rank's rows hold a value that is not finite; or "".
-std::string bad_parameter(Qwen3Model& model, Ops& ops) {
-  for (int u = 0; u < model.num_units(); ++u) {
-    const Unit& unit = model.unit(u);
-    for (int i = 0; i < unit.size(); ++i)
-      if (!std::isfinite(ops.sum_squares(unit.master(i)))) return unit.layout().params()[i].name;
-  }
-  return "";
-}
-
 }  // namespace
 
 Engine::Engine(const Qwen3Config& config, const FsdpOptions& fsdp, const AdamWOptions& adamw,
@@ -31,6 +21,15 @@ Engine::Engine(const Qwen3Config& config, const FsdpOptions& fsdp, const AdamWOp
     : world_(world), backend_(backend), adamw_(adamw) {
   collectives_ = make_transport(transport, world, backend, fsdp.prefetch + 1);
   model_ = std::make_unique<Qwen3Model>(config, fsdp, B, T, world, backend, *collectives_);
+  sums_ = Buffer(*backend.device, DType::f64, {2}, Segment::workspace, "sums of a step");
+}
+
+void Engine::zero_sums() const { backend_.device->zero(sums_->data, sums_->bytes()); }
+
+Engine::Sums Engine::read_sums() const {
+  double sums[2];
+  backend_.device->copy(sums, sums_->data, sizeof sums);
+  return {sums[0], sums[1]};
 }
 
 int64_t Engine::count_kept(const std::vector<TokenBatch>& batches) const {
@@ -57,14 +56,15 @@ StepResult Engine::compute_gradients(const std::vector<TokenBatch>& micro_batche
   const float scale =
       static_cast<float>(static_cast<double>(world_.size()) / static_cast<double>(result.kept));
   const size_t n = micro_batches.size();
-  double sums[2] = {0, 0};  // loss, squared gradient
+  zero_sums();
   for (size_t a = 0; a < n; ++a)
-    sums[0] += model_->forward_backward(micro_batches[a], scale, {a == 0, a + 1 == n});
+    model_->forward_backward(micro_batches[a], scale, {a == 0, a + 1 == n}, loss_sum());
   for (int u = 0; u < model_->num_units(); ++u)
-    sums[1] += local_grad_sum_squares(model_->unit(u), *backend_.ops);
-  const double own_loss = sums[0];
+    add_grad_sum_squares(model_->unit(u), *backend_.ops, grad_sum());
+  const Sums own = read_sums();
+  double sums[2] = {own.loss, own.grad_squares};
   world_.all_reduce_sum(sums, 2);
-  require_finite(own_loss, sums[0], sums[1]);
+  require_finite(own.loss, sums[0], sums[1]);
   result.loss = sums[0] / static_cast<double>(result.kept);
   result.grad_norm = std::sqrt(sums[1]);
   return result;
@@ -83,7 +83,7 @@ void Engine::require_finite(double own_loss, double loss_sum, double sum_squares
 // One bad weight reaches every rank with the next gather, and one bad loss every gradient with the
 // next reduction: weights are looked at first, gradients not at all.
 std::string Engine::find_cause(double own_loss) const {
-  const std::string name = bad_parameter(*model_, *backend_.ops);
+  const std::string name = bad_parameter();
   const int holder = lowest_rank(world_, !name.empty());
   if (holder < world_.size())
     return fmt::format("rank {} holds a weight of {} that is not finite", holder,
@@ -92,6 +92,19 @@ std::string Engine::find_cause(double own_loss) const {
   if (origin < world_.size())
     return fmt::format("first on rank {}, all weights are finite", origin);
   return "weights and losses of all ranks are finite";
+}
+
+// Name of the first parameter of which this rank's rows hold a value that is not finite; or "".
+std::string Engine::bad_parameter() const {
+  for (int u = 0; u < model_->num_units(); ++u) {
+    const Unit& unit = model_->unit(u);
+    for (int i = 0; i < unit.size(); ++i) {
+      zero_sums();
+      backend_.ops->add_sum_squares(unit.master(i), grad_sum());
+      if (!std::isfinite(read_sums().grad_squares)) return unit.layout().params()[i].name;
+    }
+  }
+  return "";
 }
 
 void Engine::update(const StepResult& result, double lr) {
@@ -106,9 +119,10 @@ void Engine::update(const StepResult& result, double lr) {
 
 double Engine::evaluate(const std::vector<TokenBatch>& batches) {
   const int64_t kept = count_kept(batches);
-  double loss = 0;
-  for (const TokenBatch& batch : batches) loss += model_->forward(batch);
-  const double own_loss = loss;
+  zero_sums();
+  for (const TokenBatch& batch : batches) model_->forward(batch, loss_sum());
+  const double own_loss = read_sums().loss;
+  double loss = own_loss;
   world_.all_reduce_sum(&loss, 1);
   if (!std::isfinite(loss))
     throw AgreedError(fmt::format("the evaluation's loss after step {} is not finite ({})",

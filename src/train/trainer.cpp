@@ -301,19 +301,28 @@ void Trainer::train_step(int64_t step) {
   if (highest[2] > 0) checkpointer_->finish();  // throws on all ranks
 }
 
+// Of this rank, from which copies to the device need no waiting.
+Buffer Trainer::token_buffer(int64_t tokens) const {
+  return Buffer(backend_.device->host(), DType::i32, {tokens}, Segment::workspace, "tokens");
+}
+
 // This rank's share of the step, see [Note: Sample order] in io/dataset.h.
 std::vector<TokenBatch> Trainer::read_step(int64_t step) {
   const int64_t T = config_.train.seq, B = config_.train.micro_batch, ranks = world_.size();
   const int64_t micro_batches = config_.accumulation(world_.size());
-  ids_.resize(micro_batches * B * T);
-  labels_.resize(ids_.size());
+  if (!ids_.tensor()) {
+    ids_ = token_buffer(micro_batches * B * T);
+    labels_ = token_buffer(micro_batches * B * T);
+  }
+  int32_t* const ids = ids_->as<int32_t>();
+  int32_t* const labels = labels_->as<int32_t>();
   std::vector<TokenBatch> batches;
   for (int64_t a = 0; a < micro_batches; ++a) {
-    batches.push_back({ids_.data() + a * B * T, labels_.data() + a * B * T});
+    batches.push_back({ids + a * B * T, labels + a * B * T});
     for (int64_t b = 0; b < B; ++b) {
       const int64_t sample = sampler_->sample(step - 1, a * (ranks * B) + world_.rank() * B + b);
       const int64_t at = (a * B + b) * T;
-      read_sample(*train_file_, sample * T, T, model_config_.vocab_size, &ids_[at], &labels_[at]);
+      read_sample(*train_file_, sample * T, T, model_config_.vocab_size, ids + at, labels + at);
     }
   }
   return batches;
@@ -334,15 +343,21 @@ void Trainer::evaluate(int64_t step) {
 std::vector<TokenBatch> Trainer::read_evaluation(int64_t samples) {
   const int64_t T = config_.train.seq, B = config_.train.micro_batch, ranks = world_.size();
   const int64_t n = (samples + ranks * B - 1) / (ranks * B);
-  val_ids_.assign(n * B * T, 0);
-  val_labels_.assign(n * B * T, -100);
+  if (!val_ids_.tensor()) {
+    val_ids_ = token_buffer(n * B * T);
+    val_labels_ = token_buffer(n * B * T);
+  }
+  int32_t* const ids = val_ids_->as<int32_t>();
+  int32_t* const labels = val_labels_->as<int32_t>();
+  std::fill_n(ids, n * B * T, 0);
+  std::fill_n(labels, n * B * T, -100);
   std::vector<TokenBatch> batches;
   for (int64_t i = 0; i < n; ++i) {
-    batches.push_back({val_ids_.data() + i * B * T, val_labels_.data() + i * B * T});
+    batches.push_back({ids + i * B * T, labels + i * B * T});
     for (int64_t b = 0; b < B; ++b) {
       const int64_t sample = i * (ranks * B) + world_.rank() * B + b, at = (i * B + b) * T;
       if (sample < samples)
-        read_sample(*val_file_, sample * T, T, model_config_.vocab_size, &val_ids_[at], &val_labels_[at]);
+        read_sample(*val_file_, sample * T, T, model_config_.vocab_size, ids + at, labels + at);
     }
   }
   return batches;

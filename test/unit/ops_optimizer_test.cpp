@@ -62,6 +62,18 @@ TEST(AdamWEdges, LateStepsAndNoCopy) {
 }
 
 // --- sums
+double total_of(Tensor x) {
+  double total = 0;
+  test_ops().add_sum(x, Tensor::of(&total, {1}));
+  return total;
+}
+
+double total_of_squares(Tensor x) {
+  double total = 0;
+  test_ops().add_sum_squares(x, Tensor::of(&total, {1}));
+  return total;
+}
+
 TEST(Sums, AreF64) {
   constexpr int64_t n = 200'003;  // several pieces and a tail
   Matrix x = Matrix::random(DType::f32, 1, n, 1);
@@ -71,12 +83,22 @@ TEST(Sums, AreF64) {
     sum += x.get(0, i);
     squares += x.get(0, i) * x.get(0, i);
   }
-  EXPECT_NEAR(test_ops().sum(x.vector()) / static_cast<double>(sum), 1, 1e-12);
-  EXPECT_NEAR(test_ops().sum_squares(x.vector()) / static_cast<double>(squares), 1, 1e-12);
-  EXPECT_EQ(test_ops().sum(x.vector().row_range(0, 0)), 0);
-  EXPECT_EQ(test_ops().sum(x.vector().row_range(5, 6)), 1e6);
+  EXPECT_NEAR(total_of(x.vector()) / static_cast<double>(sum), 1, 1e-12);
+  EXPECT_NEAR(total_of_squares(x.vector()) / static_cast<double>(squares), 1, 1e-12);
+  EXPECT_EQ(total_of(x.vector().row_range(0, 0)), 0);
+  EXPECT_EQ(total_of(x.vector().row_range(5, 6)), 1e6);
   Matrix nan(DType::f32, 1, 3, {1, std::nan(""), 2});
-  EXPECT_TRUE(std::isnan(test_ops().sum_squares(nan.vector())));
+  EXPECT_TRUE(std::isnan(total_of_squares(nan.vector())));
+}
+
+TEST(Sums, AreAddedToTheTotal) {
+  Matrix x(DType::f32, 1, 3, {1, 2, 3});
+  double total = 0.5;
+  const Tensor t = Tensor::of(&total, {1});
+  test_ops().add_sum(x.vector(), t);
+  EXPECT_EQ(total, 6.5);
+  test_ops().add_sum_squares(x.vector(), t);
+  EXPECT_EQ(total, 20.5);
 }
 
 TEST(SumParts, InOrder) {
@@ -209,8 +231,9 @@ TEST(OptimizerErrors, Shapes) {
                                 {1, 0, 0, 0, 0, 1, 1}),
                Error);
   EXPECT_THROW(test_ops().cast(a.vector(), b.vector()), Error);
-  EXPECT_THROW(test_ops().sum(half.vector()), Error);
-  EXPECT_THROW(test_ops().sum(view.tensor()), Error);
+  EXPECT_THROW(total_of(half.vector()), Error);
+  EXPECT_THROW(total_of(view.tensor()), Error);
+  EXPECT_THROW(test_ops().add_sum(a.vector(), b.vector()), Error);
   EXPECT_THROW(test_ops().fill(view.tensor(), 1), Error);
   const Tensor parts[] = {a.vector(), half.vector()};
   EXPECT_THROW(test_ops().sum_parts(parts, 1, a.vector(), false), Error);

@@ -128,7 +128,9 @@ TEST_P(Threads, ElementWise) {
               {0.1f, 0.9f, 0.99f, 1e-8f, 0.1f, 3, 1});
     const Tensor parts[] = {part.vector(), part.vector(), part.vector()};
     ops.sum_parts(parts, 0.3f, out.vector(), false);
-    const double sums[] = {ops.sum(g.vector()), ops.sum_squares(g.vector())};
+    double sums[] = {0, 0};
+    ops.add_sum(g.vector(), Tensor::of(&sums[0], {1}));
+    ops.add_sum_squares(g.vector(), Tensor::of(&sums[1], {1}));
     std::vector<char> sum_bytes(sizeof sums);
     std::memcpy(sum_bytes.data(), sums, sizeof sums);
     return Bytes{a.bytes(), d_gu.bytes(),  p.bytes(),   m.bytes(),

@@ -56,6 +56,7 @@ class Scheduler {
 
   void wait_for(const OperationRef& operation) {
     if (!operation) return;
+    note_wait(*operation);
     while (!operation->done) {
       const size_t pending = pending_;
       if (!step())
@@ -68,6 +69,7 @@ class Scheduler {
   }
 
   void wait_for_all() {
+    if (pending_ > 0) ++host_waits_;
     while (pending_ > 0) {
       const size_t pending = pending_;
       if (!step()) fail("deadlock: %zu operations wait for each other", pending_);
@@ -97,6 +99,12 @@ class Scheduler {
 
   uint32_t next_sequence(int lane) { return ++sequences_[static_cast<size_t>(lane)]; }
   const OperationRecord& record(uint32_t id) const { return records_[id]; }
+
+  void note_wait(Operation& operation) {
+    if (!operation.done && !operation.awaited) ++host_waits_;
+    operation.awaited = true;
+  }
+  int64_t host_waits() const { return host_waits_; }
 
   std::recursive_mutex& mutex() { return mutex_; }
   int depth = 0;  // of nested ApiCalls, under the mutex
@@ -161,6 +169,7 @@ class Scheduler {
   std::vector<OperationRecord> records_{{HOST_LANE, 0, "nothing"}};
   std::vector<uint32_t> sequences_{0};
   size_t pending_ = 0;
+  int64_t host_waits_ = 0;
   Clock host_clock_, everything_;
   int favourite_ = -1;
   Mood mood_ = draw_mood();
@@ -213,6 +222,7 @@ void wait_for_all() { scheduler().wait_for_all(); }
 
 bool query(const OperationRef& operation) {
   if (operation && !operation->done) {
+    scheduler().note_wait(*operation);
     step();
     run_some();
   }
@@ -220,6 +230,8 @@ bool query(const OperationRef& operation) {
   wait_for(operation);
   return true;
 }
+
+int64_t host_waits() { return scheduler().host_waits(); }
 
 void pause_between_polls() {
   scheduler().mutex().unlock();

@@ -40,6 +40,7 @@ struct Operation {
   std::vector<OperationRef> successors;
   int unmet = 0;  // predecessors and chained operations that are not done
   bool started = false, done = false;
+  bool awaited = false;  // the host has asked for it before it was done
 };
 
 // The start of an operation, kept for the tracker's reports after the operation is gone.
@@ -78,6 +79,9 @@ void wait_for(const OperationRef& operation);
 void wait_for_all();
 // True if the operation is done; orders the host behind it then. Makes some progress otherwise.
 bool query(const OperationRef& operation);
+// How often the host has asked for an operation, or for all, that was not done. What ran before it
+// asked is not counted.
+int64_t host_waits();
 // Called between polls that did not complete anything.
 void pause_between_polls();
 

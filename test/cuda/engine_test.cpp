@@ -1,0 +1,100 @@
+// The training step on a GPU: how often the host waits for it.
+#include "../cudasim/src/scheduler.h"
+#include "../mpi/tiny_model.h"
+#include "cuda_ops_reference.h"
+
+namespace qshard {
+namespace {
+
+// A micro-batch's tokens in memory of the device's host().
+class PinnedTokens {
+ public:
+  explicit PinnedTokens(const GlobalBatch& batch)
+      : ids_(copy_of(batch.ids)), labels_(copy_of(batch.labels)) {}
+  TokenBatch batch() const { return {ids_->as<int32_t>(), labels_->as<int32_t>()}; }
+
+ private:
+  static Buffer copy_of(const std::vector<int32_t>& values) {
+    Buffer copy(cuda_backend().device->host(), DType::i32, {std::ssize(values)}, Segment::workspace,
+                "tokens");
+    std::copy(values.begin(), values.end(), copy->as<int32_t>());
+    return copy;
+  }
+  Buffer ids_, labels_;
+};
+
+Engine make_engine(const TinyRun& run) {
+  Engine engine(run.config, run.fsdp, run.adamw, "nccl", run.B, run.T, test_world(),
+                cuda_backend());
+  engine.model().init_parameters(run.seed);
+  return engine;
+}
+
+// Most waits of any of 10 calls. What the device had done before the host asked is not counted, so
+// a single call may show less.
+template <typename Fn>
+int64_t most_waits(Fn fn) {
+  int64_t most = 0;
+  for (int i = 0; i < 10; ++i) {
+    const int64_t before = cudasim::host_waits();
+    fn();
+    most = std::max(most, cudasim::host_waits() - before);
+  }
+  return most;
+}
+
+class CudaEngine : public testing::TestWithParam<DType> {};
+INSTANTIATE_TEST_SUITE_P(Dtypes, CudaEngine, testing::Values(DType::f32, DType::bf16));
+
+TEST_P(CudaEngine, AStepAndAnEvaluationWaitOnce) {
+  TinyRun run;
+  run.fsdp.param_dtype = GetParam();
+  Engine engine = make_engine(run);
+  const GlobalBatch batch(0, run.B, run.T, run.config.vocab_size);
+  const PinnedTokens tokens(batch);
+  const std::vector<TokenBatch> pinned(3, tokens.batch()), pageable(3, batch.from(0));
+  engine.step(pinned, run.lr);  // operators get their scratch memory
+  EXPECT_EQ(most_waits([&] { engine.step(pinned, run.lr); }), 1);
+  EXPECT_EQ(most_waits([&] { engine.evaluate(pinned); }), 1);
+  // The count sees others: each copy of tokens that are elsewhere is one.
+  EXPECT_GE(most_waits([&] { engine.step(pageable, run.lr); }), 7);
+}
+
+TEST_P(CudaEngine, LossIsThatOfTheCpu) {
+  TinyRun run;
+  run.fsdp.param_dtype = GetParam();
+  run.transport = "mpi";
+  const auto batches = some_batches(run, 5, 2 * run.B);
+  const Outcome cpu = train(run, batches, Deal::split);
+  Engine engine = make_engine(run);
+  const double tolerance = GetParam() == DType::f32 ? 1e-5 : 4e-3;
+  for (size_t s = 0; s < batches.size(); ++s) {
+    const StepResult r = engine.step(deal(batches[s], run.B, Deal::split), run.lr);
+    EXPECT_NEAR(r.loss, cpu.losses[s], tolerance * cpu.losses[s]) << s;
+    EXPECT_NEAR(r.grad_norm, cpu.norms[s], 2 * tolerance * cpu.norms[s]) << s;
+  }
+}
+
+// As a save in the background does: the weights are read while the next step is computed, and
+// changed only then.
+TEST_P(CudaEngine, AnUpdateWaitsForDownloads) {
+  TinyRun run;
+  run.fsdp.param_dtype = GetParam();
+  Engine engine = make_engine(run);
+  Device& device = *cuda_backend().device;
+  const GlobalBatch batch(0, run.B, run.T, run.config.vocab_size);
+  const Tensor weight = engine.model().unit(0).master(0);
+  const Buffer copy(device.host(), DType::f32, weight.shape, Segment::workspace, "copy");
+  for (int i = 0; i < 20; ++i) {
+    std::vector<float> before(weight.numel());
+    device.copy(before.data(), weight.data, weight.bytes());
+    device.download_start(copy->data, weight.data, weight.bytes());
+    engine.step({batch.from(0)}, run.lr);
+    device.download_wait();
+    const float* values = copy->as<float>();
+    EXPECT_EQ(std::vector<float>(values, values + weight.numel()), before);
+  }
+}
+
+}  // namespace
+}  // namespace qshard
