@@ -1,18 +1,10 @@
-// Checks of an operator's arguments, and the step from run-time dtypes to template parameters.
+// The step from run-time dtypes to template parameters.
 #pragma once
 
-#include "tensor/tensor.h"
+#include "device/arguments.h"
 
 namespace qshard::cpu {
 
-// Throws unless `t` has this dtype and shape, memory if it has elements, and rows that do not
-// overlap.
-void expect(const char* op, const char* name, const Tensor& t, DType dtype, const Shape& shape);
-// As above, and without gaps between the rows.
-void expect_contiguous(const char* op, const char* name, const Tensor& t, DType dtype,
-                       const Shape& shape);
-// Throws unless `t` has `rank` dimensions; the first check of the tensor that defines the sizes.
-void expect_rank(const char* op, const char* name, const Tensor& t, int rank);
 [[noreturn]] void fail_dtype(const char* op, const char* name, DType dtype, const char* allowed);
 
 // Calls f(T{}) with T = float or bf16_t, the dtypes of parameters and activations.
