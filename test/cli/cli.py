@@ -80,6 +80,14 @@ def launcher(ranks):
     return [MPIRUN, "-n", ranks] if ranks else []
 
 
+def odd_launcher(ranks, change):
+    """A launcher whose last rank first does `change`: 'cd elsewhere' or 'set -- "$@" --an-option 1'.
+    mpirun's own way, `-n 3 … : -n 1 …`, ends in a segmentation fault of Debian 13's mpirun 5.0.7."""
+    script = (f'if [ "${{OMPI_COMM_WORLD_RANK-${{PMI_RANK-}}}}" = {ranks - 1} ]; then {change}; fi\n'
+              'exec "$@"')
+    return [*launcher(ranks), "bash", "-c", script, "bash"]
+
+
 def expect(result, rc=0, out="", err=""):
     """Checks the exit code and that stdout and stderr contain these texts."""
     assert result.rc == rc, f"expected exit code {rc}\n{result}"

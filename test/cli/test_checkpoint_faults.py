@@ -156,15 +156,13 @@ def test_ranks_that_see_different_folders_are_told(tmp):
     values = {**RUN, "train__steps": 8, "train__out": "out"}
     for how in ("auto", "out/checkpoints/step-00000002.h5"):
         command = [cli.QSHARD, "train", *runs.options(tmp, **values), "--resume", how]
-        result = cli.run(cli.MPIRUN, "-n", 3, *command, ":", "-n", 1, "--wdir", tmp / "empty",
-                         *command, cwd=tmp)
+        result = cli.run(*cli.odd_launcher(4, "cd empty"), *command, cwd=tmp)
         error = runs.expect_one_error(result, 1, "rank 3 on", "step-00000002.h5")
         assert "rank 0 on" not in error, error
     # Nothing to resume, but the first save goes into a folder that only some of them see.
     values["train__out"] = "new"
     command = [cli.QSHARD, "train", *runs.options(tmp, **values)]
-    result = cli.run(cli.MPIRUN, "-n", 3, *command, ":", "-n", 1, "--wdir", tmp / "empty", *command,
-                     cwd=tmp)
+    result = cli.run(*cli.odd_launcher(4, "cd empty"), *command, cwd=tmp)
     runs.expect_one_error(result, 1, "rank 3 on", "step 2 not saved", "No such file")
 
 

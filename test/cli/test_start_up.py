@@ -91,8 +91,7 @@ def test_file_missing_on_one_rank_only(tmp):
     (tmp / "empty").mkdir()
     relative = runs.options(tmp, model__config="model.json", data__train="train.bin")
     shutil.copy(tmp / "model.json", tmp / "empty")
-    result = cli.run(cli.MPIRUN, "-n", 3, "-wdir", tmp, cli.QSHARD, "train", *relative,
-                     ":", "-n", 1, "-wdir", tmp / "empty", cli.QSHARD, "train", *relative)
+    result = cli.run(*cli.odd_launcher(4, "cd empty"), cli.QSHARD, "train", *relative, cwd=tmp)
     runs.expect_one_error(result, 1, "rank 3 on ", "train.bin", "No such file")
 
 
@@ -102,8 +101,8 @@ def test_other_file_on_one_rank(tmp):
     relative = runs.options(tmp, model__config="model.json", data__train="train.bin")
 
     def start():
-        return cli.run(cli.MPIRUN, "-n", 2, "-wdir", tmp, cli.QSHARD, "train", *relative,
-                       ":", "-n", 1, "-wdir", tmp / "other", cli.QSHARD, "train", *relative)
+        return cli.run(*cli.odd_launcher(3, "cd other"), cli.QSHARD, "train", *relative, cwd=tmp)
+
     shutil.copy(tmp / "model.json", tmp / "other")
     runs.tokens(tmp / "other" / "train.bin", 2000)
     runs.expect_one_error(start(), 1, "rank 2 on ", "data.train", "2000 tokens", "3000 tokens")
@@ -114,8 +113,8 @@ def test_other_file_on_one_rank(tmp):
 
 def test_other_command_on_one_rank(tmp):
     runs.start_files(tmp)
-    result = cli.run(cli.MPIRUN, "-n", 2, cli.QSHARD, "train", *runs.options(tmp),
-                     ":", "-n", 1, cli.QSHARD, "train", *runs.options(tmp, train__steps=6), cwd=tmp)
+    command = [cli.QSHARD, "train", *runs.options(tmp, train__steps=None), "--train.steps"]
+    result = cli.run(*cli.odd_launcher(3, 'set -- "${@:1:$#-1}" 6'), *command, 5, cwd=tmp)
     runs.expect_one_error(result, 2, "rank 2 on ", "--train.steps 6", "--train.steps 5")
 
 
