@@ -29,6 +29,10 @@ default PRTE_MCA_rmaps_default_mapping_policy :oversubscribe
 default OMPI_MCA_hwloc_base_binding_policy none
 default PRTE_MCA_hwloc_default_binding_policy none
 
+# Between ranks of one node Open MPI 5 asks for routes that it does not find, and says so once a pair
+# (Debian 13). It needs none of them here: compare addresses instead.
+default OMPI_MCA_reachable weighted
+
 # A rank that spins while it waits takes the core from the rank it waits for.
 [[ $ranks =~ ^[0-9]+$ ]] && [ "$ranks" -gt "$(nproc)" ] && default OMPI_MCA_mpi_yield_when_idle 1
 

@@ -36,17 +36,20 @@ again=$((ranks > 1 ? ranks / 2 : 1))
 train() {
   local n=$1
   shift
-  local command=(scripts/mpirun.sh -q -n "$n" "$qshard" train --config data/configs/demo.json --train.out "$out" "$@")
+  local command=(scripts/mpirun.sh -n "$n" "$qshard" train --config data/configs/demo.json --train.out "$out" "$@")
   printf '$ %s\n' "${command[*]}"
   "${command[@]}"
 }
+
+# Open MPI 4 then says nothing of exit code 75 (5 has no such setting).
+export OMPI_MCA_orte_execute_quiet=1
 
 # A run that is stopped, as by a job's time limit, saves itself and says so with exit code 75; it goes
 # on from its checkpoint on another number of ranks with the same curve.
 stopped=0
 train "$ranks" --train.stop_after $((steps * 3 / 4)) "$@" || stopped=$?
 if [ $stopped -ne 75 ]; then exit $stopped; fi
-printf '\nStopped after three quarters; now on %s rank(s), from the checkpoint:\n' "$again"
+printf '\nStopped after three quarters (exit code 75); now on %s rank(s), from the checkpoint:\n' "$again"
 train "$again" --resume auto "$@"
 
 cat <<END
