@@ -162,8 +162,8 @@ Document describe_checkpoint(const std::string& path) {
                   {"written_at", file.text_attribute("written_at")},
                   {"ranks", state.world_size},
                   {"libraries", file.text_attribute("libraries")},
-                  {"model_config", state.model},
-                  {"run_config", state.run},
+                  {"model_config", Document(state.model)},
+                  {"run_config", Document(state.run)},
                   {"datasets", Document::array()}};
   for (const std::string& name : file.datasets()) {
     const Hdf5Dataset d = file.dataset(name);
