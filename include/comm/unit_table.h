@@ -17,6 +17,10 @@
 
 namespace qshard {
 
+inline int64_t bytes_of(int64_t elements, DType dtype) {
+  return elements * static_cast<int64_t>(dtype_size(dtype));
+}
+
 struct GradSlot {
   int64_t elements = 0;          // of the largest unit that uses it
   int64_t rounded_elements = 0;  // of the largest one with reduce_dtype bf16

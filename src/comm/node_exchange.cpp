@@ -2,6 +2,8 @@
 
 #include <exception>
 
+#include "comm/duplicate.h"
+
 namespace qshard {
 namespace {
 
@@ -20,10 +22,8 @@ NodeExchange::NodeExchange(const World& world, const NodeMap& nodes, const UnitT
                            Device& device)
     : nodes_(nodes), units_(units) {
   if (nodes.nodes() == 1) return;
-  for (MPI_Comm* comm : {&rows_comm_, &sums_comm_}) {
-    QS_MPI(MPI_Comm_dup(world.comm(), comm));
-    QS_MPI(MPI_Comm_set_errhandler(*comm, MPI_ERRORS_RETURN));
-  }
+  rows_comm_ = duplicate(world.comm());
+  sums_comm_ = duplicate(world.comm());
   for (int u = 0; u < units.size(); ++u) {
     const UnitSpec& spec = units.spec(u);
     UnitRows unit{{}, {}, BlockType(units.packed_at(u), spec.pieces, DType::f32)};

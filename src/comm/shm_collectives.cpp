@@ -42,10 +42,6 @@ static_assert(std::atomic<uint64_t>::is_always_lock_free, "counters are shared b
 
 constexpr int64_t round_up(int64_t bytes) { return (bytes + 63) / 64 * 64; }
 
-int64_t bytes_of(int64_t elements, DType dtype) {
-  return elements * static_cast<int64_t>(dtype_size(dtype));
-}
-
 class ShmCollectives final : public Collectives {
  public:
   ShmCollectives(World& world, Backend& backend, int ranks_per_node);

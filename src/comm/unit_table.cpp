@@ -64,8 +64,7 @@ void UnitTable::finish() {
     if (moved == DType::bf16)
       slot.rounded_elements = std::max(slot.rounded_elements, unit.spec.elements);
     slot.packed_elements = std::max(slot.packed_elements, unit.packed_elements);
-    slot.packed_bytes =
-        std::max(slot.packed_bytes, unit.packed_elements * static_cast<int64_t>(dtype_size(moved)));
+    slot.packed_bytes = std::max(slot.packed_bytes, bytes_of(unit.packed_elements, moved));
   };
   for (Unit& unit : units_) {
     if (unit.spec.own_grad_buffer) {

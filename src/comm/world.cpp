@@ -8,6 +8,8 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "comm/duplicate.h"
+
 namespace qshard {
 namespace {
 
@@ -91,8 +93,7 @@ World::World(int* argc, char*** argv) : host_(host_name()) {
            "library built with thread support",
            provided, MPI_THREAD_FUNNELED);
   threads_may_call_ = provided >= MPI_THREAD_MULTIPLE;
-  QS_MPI(MPI_Comm_dup(MPI_COMM_WORLD, &comm_));
-  QS_MPI(MPI_Comm_set_errhandler(comm_, MPI_ERRORS_RETURN));
+  comm_ = qshard::duplicate(MPI_COMM_WORLD);
   QS_MPI(MPI_Comm_rank(comm_, &rank_));
   QS_MPI(MPI_Comm_size(comm_, &size_));
   const std::string wrong = broken_launch(environment, size_);
@@ -119,10 +120,8 @@ std::unique_ptr<World> World::duplicate() const {
   copy->rank_ = rank_, copy->size_ = size_, copy->node_rank_ = node_rank_;
   copy->node_size_ = node_size_, copy->nodes_ = nodes_, copy->cpus_ = cpus_;
   copy->host_ = host_, copy->threads_may_call_ = threads_may_call_;
-  QS_MPI(MPI_Comm_dup(comm_, &copy->comm_));
-  QS_MPI(MPI_Comm_dup(node_comm_, &copy->node_comm_));
-  for (MPI_Comm comm : {copy->comm_, copy->node_comm_})
-    QS_MPI(MPI_Comm_set_errhandler(comm, MPI_ERRORS_RETURN));
+  copy->comm_ = qshard::duplicate(comm_);
+  copy->node_comm_ = qshard::duplicate(node_comm_);
   return copy;
 }
 
