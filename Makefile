@@ -76,7 +76,8 @@ run: deps  ## install what is missing, build, train the demo on $(RANKS) CPU ran
 	@QSHARD=$(BIN) RANKS=$(RANKS) scripts/run_demo.sh $(ARGS)
 
 test:  ## build and run all tests; those of `make cudasim` too once it was built
-	@$(MAKE) test-programs $(if $(wildcard $(CUDASIM_BUILD)/qshard),cudasim)
+	@$(MAKE) test-programs $(if $(wildcard $(CUDASIM_BUILD)/qshard),cudasim) \
+	  $(if $(HAS_LIBFUZZER),fuzz-programs)
 	@test/run.py --build $(BUILD) $(ARGS)
 
 bench:  ## build and run the benchmarks of test/bench

@@ -20,11 +20,13 @@
 
 #include <functional>
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "comm/world.h"
 #include "device/staging.h"
+#include "io/hdf5_file.h"
 #include "tensor/tensor.h"
 
 namespace qshard {
@@ -63,8 +65,9 @@ struct SaveReport {
 };
 
 // Collective over `world`, whose communicators nothing else uses meanwhile. A failure on any rank
-// is one AgreedError that lists ranks and reasons; values that are not finite are one. Stages one
-// transfer at a time.
+// is one AgreedError that lists ranks and reasons; values that are not finite are one. Only a
+// collective transfer that fails on some ranks of several is an Error of those: the job has to end.
+// Stages one transfer at a time.
 SaveReport save_checkpoint(const World& world, const std::string& folder,
                            const CheckpointState& state,
                            const std::vector<CheckpointTensor>& tensors,
@@ -79,6 +82,11 @@ void load_checkpoint(const World& world, const std::string& path,
 
 // Header only; throws when the file is not a complete checkpoint of this version.
 CheckpointState read_checkpoint_state(const std::string& path);
+
+// The shape of a checkpoint's dataset. Throws unless it is f32, of the expected shape if one is given,
+// and its bytes all lie in the file: whatever a damaged file says, memory for it is worth having.
+Shape require_tensor(const Hdf5File& file, const std::string& name,
+                     const std::optional<Shape>& expected = std::nullopt);
 
 struct CheckpointEntry {
   std::string path;

@@ -69,6 +69,9 @@ class Hdf5File {
   // Writes what HDF5 still holds and closes; the errors of a full disk may only appear here. The
   // destructor closes without a word.
   void close();
+  // Leaves the file open: closing is collective, and after a failed collective transfer the others
+  // do not come.
+  void abandon() { id_ = -1; }
 
   const std::string& path() const { return path_; }
   bool contains(const std::string& name) const;  // "/group/name"

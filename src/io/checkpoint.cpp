@@ -12,6 +12,7 @@
 #include <optional>
 #include <set>
 #include <sstream>
+#include <thread>
 
 #include "base/config.h"
 #include "io/file.h"
@@ -27,6 +28,7 @@ constexpr int64_t kVersion = 1;
 constexpr const char* kChecksum = "xxh3_rows";
 const std::string kGroups[] = {"/model/", "/optim/exp_avg/", "/optim/exp_avg_sq/"};
 constexpr const char* kHeaderChecksum = "xxh3_header";
+constexpr int64_t kReadBytes = 64 << 20;  // of one read: enough for the full rate of a disk
 
 std::string file_name(int64_t step) { return fmt::format("step-{:08}.h5", step); }
 
@@ -39,7 +41,8 @@ bool is_temporary_name(const std::string& name) {
          name.find_first_not_of("0123456789", prefix.size()) == prefix.size() + digits;
 }
 
-// The root attributes. HDF5 has no checksum of its own for them in this file format.
+// The root attributes, with a checksum over them all: HDF5's own protect its structures against a
+// bad disk, not one attribute against an edit.
 struct Header {
   std::map<std::string, int64_t> numbers = {{"version", kVersion}, {"step", 0},    {"updates", 0},
                                             {"samples", 0},        {"epoch", 0},   {"seed", 0},
@@ -104,8 +107,8 @@ std::vector<int64_t> wrapping_sum(const World& world, const std::vector<uint64_t
   return sums;
 }
 
-int64_t piece_rows(const CheckpointTensor& t, int64_t piece_bytes) {
-  return std::max<int64_t>(1, piece_bytes / (t.shape.row_numel() * int64_t{sizeof(float)}));
+int64_t piece_rows(const Shape& shape, int64_t piece_bytes) {
+  return std::max<int64_t>(1, piece_bytes / (shape.row_numel() * int64_t{sizeof(float)}));
 }
 
 // Rows [begin, end) of those that this rank holds.
@@ -116,7 +119,7 @@ Tensor own_rows(const CheckpointTensor& t, int64_t begin, int64_t end) {
 // Calls fn(index of the first row, rows) for one piece after the other of what this rank holds.
 void for_each_piece(const CheckpointTensor& t, int64_t piece_bytes,
                     const std::function<void(int64_t, const Tensor&)>& fn) {
-  const int64_t own = t.rows.numel() / t.shape.row_numel(), step = piece_rows(t, piece_bytes);
+  const int64_t own = t.rows.numel() / t.shape.row_numel(), step = piece_rows(t.shape, piece_bytes);
   for (int64_t begin = 0; begin < own; begin += step)
     fn(t.first_row + begin, own_rows(t, begin, std::min(begin + step, own)));
 }
@@ -199,11 +202,25 @@ std::vector<int64_t> count_pieces(const World& world, const std::vector<Checkpoi
                                   int64_t piece_bytes) {
   std::vector<double> pieces;
   for (const CheckpointTensor& t : tensors) {
-    const int64_t rows = piece_rows(t, piece_bytes), own = t.rows.numel() / t.shape.row_numel();
+    const int64_t rows = piece_rows(t.shape, piece_bytes);
+    const int64_t own = t.rows.numel() / t.shape.row_numel();
     pieces.push_back(static_cast<double>((own + rows - 1) / rows));
   }
   world.all_reduce_max(pieces.data(), static_cast<int>(pieces.size()));
   return {pieces.begin(), pieces.end()};
+}
+
+std::string with_reason(const std::string& problem, const std::string& path) {
+  const std::string reason = reason_not_writable(path);
+  return reason.empty() ? problem : fmt::format("{}: {}", problem, reason);
+}
+
+// A rank on which MPI-IO or HDF5 gives a collective transfer up misses exchanges inside of it, so
+// that the others wait there for ever: it cannot agree with them on an error, only end the job. The
+// lowest such rank speaks first, and the others end with it.
+[[noreturn]] void fail_collective_transfer(const World& world, const std::string& reason) {
+  std::this_thread::sleep_for(std::chrono::seconds(std::min(world.rank(), 10)));
+  fail("{}; the other ranks wait in the same collective transfer, so the job ends here", reason);
 }
 
 // All ranks make the same calls, however few rows they hold: opening a dataset, collective
@@ -212,13 +229,16 @@ void write_all_rows(const World& world, const std::string& path,
                     const std::vector<CheckpointTensor>& tensors, const SaveOptions& options,
                     Staging& staging) {
   const std::vector<int64_t> pieces = count_pieces(world, tensors, options.piece_bytes);
-  collectively(world, [&] { require_writable(path); });
+  collectively(world, [&] {
+    const std::string reason = reason_not_writable(path);
+    if (!reason.empty()) fail("cannot write {}: {}", path, reason);
+  });
   Attempts attempt;
   Hdf5File file = Hdf5File::open_parallel(path, world.comm(), options.hints, options.collective);
   for (size_t i = 0; i < tensors.size(); ++i) {
     const CheckpointTensor& t = tensors[i];
     const int64_t own = t.rows.numel() / t.shape.row_numel();
-    const int64_t step = piece_rows(t, options.piece_bytes);
+    const int64_t step = piece_rows(t.shape, options.piece_bytes);
     for (int64_t p = 0; p < pieces[i]; ++p) {
       const int64_t begin = std::min(p * step, own), end = std::min(begin + step, own);
       std::span<const float> values;
@@ -226,13 +246,15 @@ void write_all_rows(const World& world, const std::string& path,
         if (!attempt.failed()) values = staging.read(own_rows(t, begin, end));
       });
       attempt([&] { file.write(t.dataset, t.first_row + begin, values); });
+      if (options.collective && attempt.failed() && world.size() > 1) {
+        file.abandon();
+        fail_collective_transfer(world, with_reason(attempt.problem(), path));
+      }
     }
   }
   attempt([&] { file.close(); });
   collectively(world, [&] {
-    if (!attempt.failed()) return;
-    const std::string reason = reason_not_writable(path);
-    fail("{}{}{}", attempt.problem(), reason.empty() ? "" : ": ", reason);
+    if (attempt.failed()) fail("{}", with_reason(attempt.problem(), path));
   });
 }
 
@@ -262,23 +284,11 @@ std::string delete_old(const std::string& folder, const std::string& saved,
   return problem;
 }
 
-Shape shape_of(const Hdf5File& file, const std::string& dataset) {
-  const std::vector<int64_t> dims = file.dataset(dataset).shape;
-  if (dims.empty() || dims.size() > 4)
-    fail("{}: {} has {} dimensions", file.path(), dataset, dims.size());
-  return {dims.begin(), dims.end()};
-}
+Shape shape_of(const Hdf5Dataset& d) { return Shape(d.shape.begin(), d.shape.end()); }
 
-// What is wrong with a dataset for a tensor of this shape; empty: nothing.
-std::string mismatch(const Hdf5File& file, const std::string& name, const Shape& expected) {
-  if (!file.contains(name)) return fmt::format("dataset {} is missing", name);
-  const Shape found = shape_of(file, name);
-  if (!(found == expected))
-    return fmt::format("{} expected shape {}, found {}", name, expected.str(), found.str());
-  if (const Hdf5Dataset info = file.dataset(name); info.type != Hdf5Type::f32)
-    return fmt::format("{} expected f32, found {}", name, info.type_text);
-  if (!file.has_attribute(kChecksum, name)) return fmt::format("{} has no checksum", name);
-  return "";
+int64_t stored_checksum(const Hdf5File& file, const std::string& name) {
+  if (!file.has_attribute(kChecksum, name)) fail("{}: {} has no checksum", file.path(), name);
+  return file.int_attribute(kChecksum, name);
 }
 
 // Strict: exactly these datasets.
@@ -287,8 +297,7 @@ void check_structure(const Hdf5File& file, const std::vector<CheckpointTensor>& 
   std::set<std::string> wanted;
   for (const CheckpointTensor& t : tensors) {
     wanted.insert(t.dataset);
-    if (const std::string problem = mismatch(file, t.dataset, t.shape); !problem.empty())
-      fail("{}: {}", file.path(), problem);
+    require_tensor(file, t.dataset, t.shape);
   }
   for (const std::string& name : file.datasets())
     if (!wanted.count(name) && (!model_only || name.starts_with(kGroups[0])))
@@ -297,15 +306,19 @@ void check_structure(const Hdf5File& file, const std::vector<CheckpointTensor>& 
 
 // Reads what this rank holds of a tensor. Returns its part of the checksum.
 uint64_t read_rows(const Hdf5File& file, const CheckpointTensor& t, Staging& staging) {
-  constexpr int64_t kPieceBytes = 64 << 20;  // large enough for the full rate of a disk
   uint64_t sum = 0;
-  for_each_piece(t, kPieceBytes, [&](int64_t first, const Tensor& rows) {
+  for_each_piece(t, kReadBytes, [&](int64_t first, const Tensor& rows) {
     staging.write(rows, [&](std::span<float> values) {
       file.read(t.dataset, first, values);
       sum += hash_rows(values, first, t.shape.row_numel());
     });
   });
   return sum;
+}
+
+std::string not_saved(int64_t step, const Error& error) {
+  return fmt::format("checkpoint of step {} not saved, older ones are intact: {}", step,
+                     error.what());
 }
 
 // What can be said without the model: there are as many datasets as were written. Weights and
@@ -324,6 +337,28 @@ void require_all_present(const Hdf5File& file, const std::vector<std::string>& n
 }
 
 }  // namespace
+
+Shape require_tensor(const Hdf5File& file, const std::string& name,
+                     const std::optional<Shape>& expected) {
+  if (!file.contains(name)) fail("{}: dataset {} is missing", file.path(), name);
+  const Hdf5Dataset d = file.dataset(name);
+  if (d.type != Hdf5Type::f32)
+    fail("{}: {} expected f32, found {}", file.path(), name, d.type_text);
+  if (d.shape.empty() || d.shape.size() > 4)
+    fail("{}: {} expected 1 to 4 dimensions, found {}", file.path(), name, d.shape.size());
+  if (expected && !(shape_of(d) == *expected))
+    fail("{}: {} expected shape {}, found {}", file.path(), name, expected->str(),
+         shape_of(d).str());
+  int64_t bytes = sizeof(float);
+  for (int64_t n : d.shape)
+    if (n < 1 || __builtin_mul_overflow(bytes, n, &bytes))
+      fail("{}: {} has a dimension of {}", file.path(), name, n);
+  const auto size = static_cast<int64_t>(fs::file_size(file.path()));
+  if (!d.contiguous || d.file_offset == 0 || bytes > size - d.file_offset)
+    fail("{}: {} expected {} contiguous bytes, found {} at byte {} of a file of {}", file.path(),
+         name, bytes, d.layout, d.file_offset, size);
+  return shape_of(d);
+}
 
 SaveReport save_checkpoint(const World& world, const std::string& folder,
                            const CheckpointState& state,
@@ -354,9 +389,9 @@ SaveReport save_checkpoint(const World& world, const std::string& folder,
   } catch (const AgreedError& error) {
     std::error_code ignored;
     if (world.rank() == 0) fs::remove(temporary, ignored);
-    throw AgreedError(fmt::format("checkpoint of step {} not saved, older ones are intact: {}",
-                                  state.step, error.what()),
-                      error.code);
+    throw AgreedError(not_saved(state.step, error), error.code);
+  } catch (const Error& error) {
+    throw Error(not_saved(state.step, error), error.code);
   }
   report.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
   return report;
@@ -373,7 +408,7 @@ void load_checkpoint(const World& world, const std::string& path,
     check_structure(file, tensors, model_only);
     for (const CheckpointTensor& t : tensors) {
       own.push_back(read_rows(file, t, staging));
-      stored.push_back(file.int_attribute(kChecksum, t.dataset));
+      stored.push_back(stored_checksum(file, t.dataset));
     }
   });
   const std::vector<int64_t> found = wrapping_sum(world, own);
@@ -437,15 +472,18 @@ std::vector<std::string> verify_checkpoint(const World& world, const std::string
     require_all_present(file, names);
     std::vector<float> values;
     for (const std::string& name : names) {
-      const Shape shape = shape_of(file, name);
-      if (const std::string problem = mismatch(file, name, shape); !problem.empty())
-        fail("{}: {}", path, problem);
+      const Shape shape = require_tensor(file, name);
       const int64_t begin = shape[0] * world.rank() / world.size();
       const int64_t end = shape[0] * (world.rank() + 1) / world.size();
-      values.resize((end - begin) * shape.row_numel());
-      file.read(name, begin, std::span<float>(values));
-      own.push_back(hash_rows(values, begin, shape.row_numel()));
-      stored.push_back(file.int_attribute(kChecksum, name));
+      const int64_t row = shape.row_numel(), step = piece_rows(shape, kReadBytes);
+      uint64_t sum = 0;
+      for (int64_t at = begin; at < end; at += step) {
+        values.resize(static_cast<size_t>(std::min(step, end - at) * row));
+        file.read(name, at, std::span<float>(values));
+        sum += hash_rows(values, at, row);
+      }
+      own.push_back(sum);
+      stored.push_back(stored_checksum(file, name));
     }
   });
   const std::vector<int64_t> sums = wrapping_sum(world, own);

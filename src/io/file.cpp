@@ -38,8 +38,6 @@ void flush_to_disk(const std::string& path) {
     fail("cannot flush {} to the disk: {}", path, std::strerror(errno));
 }
 
-void require_writable(const std::string& path) { const Descriptor file(path, O_RDWR); }
-
 std::string reason_not_writable(const std::string& path) {
   const Descriptor file(path, O_RDWR);
   const off_t last = ::lseek(file.id(), 0, SEEK_END) - 1;

@@ -12,7 +12,11 @@
 namespace qshard {
 namespace {
 
-static_assert(sizeof(hid_t) == sizeof(int64_t), "HDF5 1.10 or newer is needed");
+static_assert(H5_VERSION_GE(1, 10, 2), "HDF5 1.10.2 or newer is needed");
+static_assert(sizeof(hid_t) == sizeof(int64_t));
+
+constexpr size_t kMaxTextBytes = 64 << 20;  // of an attribute
+constexpr unsigned kMaxCompact = 65535;     // attributes or names in one object header
 
 // HDF5's error stack as one line: what the outermost call wanted, and the innermost reason.
 std::string take_error_stack() {
@@ -218,7 +222,14 @@ Hdf5File Hdf5File::create_aligned(const std::string& path, int64_t alignment) {
   disable_locking(access, path);
   const hsize_t bytes = static_cast<hsize_t>(alignment);
   check(H5Pset_alignment(access, bytes, bytes), path, "set the alignment");
-  return {path, check(H5Fcreate(path.c_str(), H5F_ACC_TRUNC, H5P_DEFAULT, access), path,
+  // [Note: File format] The oldest one in which HDF5 keeps a checksum of each of its structures,
+  // and of these only object headers: from damaged heaps and trees version 1.10 may crash.
+  check(H5Pset_libver_bounds(access, H5F_LIBVER_V18, H5F_LIBVER_LATEST), path,
+        "choose the file format");
+  const Handle create(H5Pcreate(H5P_FILE_CREATE), path, "create creation properties");
+  check(H5Pset_attr_phase_change(create, kMaxCompact, kMaxCompact), path, "place the attributes");
+  check(H5Pset_link_phase_change(create, kMaxCompact, kMaxCompact), path, "place the names");
+  return {path, check(H5Fcreate(path.c_str(), H5F_ACC_TRUNC, create, access), path,
                       "create this HDF5 file")};
 }
 
@@ -322,7 +333,10 @@ std::string Hdf5File::text_attribute(const std::string& name) const {
     H5free_memory(text);
     return value;
   }
-  std::string value(H5Tget_size(type), '\0');
+  const size_t size = H5Tget_size(type);
+  if (size > kMaxTextBytes)
+    fail("{}: attribute {} has {} bytes, expected at most {}", path_, name, size, kMaxTextBytes);
+  std::string value(size, '\0');
   check(H5Aread(attribute, memory, value.data()), path_, what);
   return value.substr(0, value.find('\0'));
 }

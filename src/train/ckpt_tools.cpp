@@ -17,24 +17,6 @@ namespace fs = std::filesystem;
 
 constexpr const char* kGroups[] = {"/model/", "/optim/exp_avg/", "/optim/exp_avg_sq/"};
 
-Shape shape_of(const Hdf5Dataset& d) { return Shape(d.shape.begin(), d.shape.end()); }
-
-// A dataset with elements whose bytes all lie in the file, so that memory for it is worth having.
-void require_data(const Hdf5File& file, const std::string& name, const Hdf5Dataset& d) {
-  if (d.type != Hdf5Type::f32)
-    fail("{}: {} expected f32, found {}", file.path(), name, d.type_text);
-  if (d.shape.empty() || d.shape.size() > 4)
-    fail("{}: {} expected 1 to 4 dimensions, found {}", file.path(), name, d.shape.size());
-  int64_t bytes = sizeof(float);
-  for (int64_t n : d.shape)
-    if (n < 1 || __builtin_mul_overflow(bytes, n, &bytes))
-      fail("{}: {} has a dimension of {}", file.path(), name, n);
-  const auto size = static_cast<int64_t>(fs::file_size(file.path()));
-  if (!d.contiguous || d.file_offset == 0 || bytes > size - d.file_offset)
-    fail("{}: {} expected {} contiguous bytes, found {} at byte {} of a file of {}", file.path(),
-         name, bytes, d.layout, d.file_offset, size);
-}
-
 // All datasets that the file's own config asks for, and no others.
 CheckResult check_structure(const std::string& path) {
   const Qwen3Config config =
@@ -45,12 +27,7 @@ CheckResult check_structure(const std::string& path) {
   for (const ParamSpec& p : all_params(config)) {
     for (const char* group : kGroups) {
       const std::string name = group + p.name;
-      if (!file.contains(name)) fail("{}: dataset {} is missing", path, name);
-      const Hdf5Dataset d = file.dataset(name);
-      require_data(file, name, d);
-      if (!(shape_of(d) == p.shape))
-        fail("{}: {} expected {} (from the config), found {}", path, name, p.shape.str(),
-             shape_of(d).str());
+      require_tensor(file, name, p.shape);
       wanted.insert(name);
       result.bytes += p.shape.numel() * int64_t{sizeof(float)};
     }
@@ -98,14 +75,11 @@ std::vector<std::string> compare_structure(const Hdf5File& a, const Hdf5File& b,
       found.structure.push_back(fmt::format("{} is only in {}", name, a.path()));
       continue;
     }
-    const Hdf5Dataset x = a.dataset(name), y = b.dataset(name);
-    require_data(a, name, x);
-    require_data(b, name, y);
-    if (x.shape == y.shape)
+    const Shape x = require_tensor(a, name), y = require_tensor(b, name);
+    if (x == y)
       common.push_back(name);
     else
-      found.structure.push_back(
-          fmt::format("{}: {} → {}", name, shape_of(x).str(), shape_of(y).str()));
+      found.structure.push_back(fmt::format("{}: {} → {}", name, x.str(), y.str()));
   }
   for (const std::string& name : names_b)
     if (!a.contains(name))
@@ -120,7 +94,7 @@ struct RowDifferences {
 
 RowDifferences compare_rows(const World& world, const Hdf5File& a, const Hdf5File& b,
                             const std::string& name) {
-  const Shape shape = shape_of(a.dataset(name));
+  const Shape shape = require_tensor(a, name);
   const UnitLayout layout({{name, shape}}, world.size());
   const RowRange rows = layout[0].rows_of(world.rank());
   std::vector<float> x(rows.size() * layout[0].row_numel), y(x.size());

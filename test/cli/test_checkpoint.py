@@ -138,6 +138,20 @@ def test_transfers_give_the_same_values(tmp):
         assert all(c == curves[0] for c in curves) and all(b == bytes_[0] for b in bytes_), ranks
 
 
+def test_collective_transfers_by_every_component_of_ompio(tmp):
+    found = shutil.which("ompi_info") and cli.run("ompi_info", "--parsable").out
+    components = sorted(set(re.findall(r"^mca:fcoll:(\w+):version", found or "", re.M)))
+    if not components:
+        print("  no fcoll components: this is not Open MPI")
+        return
+    ck.start_files(tmp)
+    for name in components:
+        values = {**RUN, "train__steps": 2, "schedule__warmup_steps": 0, "train__out": tmp / name,
+                  "checkpoint__collective": "true", "checkpoint__piece_mb": 1}
+        cli.expect(runs.train(tmp, 3, env={"OMPI_MCA_io": "ompio", "OMPI_MCA_fcoll": name}, **values))
+        ck.verify(ck.file(tmp / name, 2), ranks=2)
+
+
 def test_nothing_to_do_leaves_everything_alone(tmp):
     ck.start_files(tmp)
     cli.expect(runs.train(tmp, 2, **{**RUN, "train__steps": 2, "schedule__warmup_steps": 1}))

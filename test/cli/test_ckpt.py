@@ -305,6 +305,30 @@ def test_norm_weights_count_and_are_required(tmp):
     runs.expect_one_error(start_from(tmp, folder, name="no"), 1, NORM, "[8]", "missing")
 
 
+def test_what_the_config_says_is_used(tmp):
+    """The same weights with other forms of one config, which change nothing, and with other values."""
+    folder = fixture(tmp, "from-qshard")
+    original = json.loads((folder / "config.json").read_text())
+
+    def loss_with(name, **change):
+        fields = {k: v for k, v in {**original, **change}.items() if v != "absent"}
+        (folder / "config.json").write_text(json.dumps(fields))
+        cli.expect(start_from(tmp, folder, name=name))
+        return loss_of(tmp, name)
+    expected = loss_with("as-it-is")
+    theta = original["rope_theta"]
+    equal = {"rope-parameters": dict(rope_theta="absent", rope_parameters={
+                 "rope_theta": theta, "rope_type": "default"}),
+             "null-window": dict(sliding_window=None),
+             "unused-window": dict(sliding_window=2048, use_sliding_window=False,
+                                   max_window_layers=1)}
+    for name, change in equal.items():
+        assert loss_with(name, **change) == expected, name
+    for name, change in {"theta": dict(rope_theta=10 * theta),
+                         "eps": dict(rms_norm_eps=1e-2)}.items():
+        assert not runs.close(loss_with(name, **change), expected), name
+
+
 def test_weights_of_another_model(tmp):
     folder = fixture(tmp, "from-qshard")
     edit_json(folder / "config.json", lambda c: c.update(num_key_value_heads=4))

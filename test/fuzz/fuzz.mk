@@ -15,6 +15,9 @@ FUZZ_FLAGS   := -std=c++20 -g -O1 -fsanitize=fuzzer-no-link,address,undefined \
                 -fno-sanitize-recover=undefined -Iinclude -Wno-unknown-pragmas \
                 $(MPI_CFLAGS) $(call as_system,$(HDF5_CFLAGS)) $(CPPFLAGS)
 FUZZ_RUN     := ASAN_OPTIONS=detect_leaks=0 OMPI_ALLOW_RUN_AS_ROOT=1
+# 1 where the compiler has libFuzzer; asked only by those who use it.
+HAS_LIBFUZZER = $(shell echo 'extern "C" int LLVMFuzzerTestOneInput(const char*, long) { return 0; }' | \
+                  $(FUZZ_CXX) -x c++ -fsanitize=fuzzer -o /dev/null - 2>/dev/null && echo 1)
 fuzz_mpicxx   = OMPI_CXX="$(FUZZ_CXX)" MPICH_CXX="$(FUZZ_CXX)" $(MPICXX)
 
 $(FUZZ_DIR)/obj/%.o: %.cpp
@@ -26,7 +29,9 @@ $(FUZZ_TARGETS:%=$(FUZZ_DIR)/%): $(FUZZ_DIR)/%: test/fuzz/fuzz_main.cpp $(FUZZ_O
 	@echo "  LD   $@"
 	$(Q)$(fuzz_mpicxx) $(FUZZ_FLAGS) -fsanitize=fuzzer -DFUZZ_TARGET=$* $^ -o $@ $(LIBS)
 
-fuzz: $(FUZZ_TARGETS:%=$(FUZZ_DIR)/%)  ## SECONDS=30 of libFuzzer on the readers of files (clang)
+fuzz-programs: $(FUZZ_TARGETS:%=$(FUZZ_DIR)/%)
+
+fuzz: fuzz-programs  ## SECONDS=30 of libFuzzer on the readers of files (clang)
 	@set -e; for t in $(FUZZ_TARGETS); do mkdir -p $(FUZZ_DIR)/corpus/$$t; \
 	  echo "  FUZZ $$t"; \
 	  $(FUZZ_RUN) $(FUZZ_DIR)/$$t $(FUZZ_DIR)/corpus/$$t test/fuzz/seeds/$$t \
@@ -39,5 +44,5 @@ fuzz: $(FUZZ_TARGETS:%=$(FUZZ_DIR)/%)  ## SECONDS=30 of libFuzzer on the readers
 FUZZ_REPLAY  := $(call objects,test/fuzz/targets.cpp test/fuzz/hdf5_edits.cpp)
 $(BUILD)/test/unit/fuzz_seeds_test: $(FUZZ_REPLAY)
 
-.PHONY: fuzz
+.PHONY: fuzz fuzz-programs
 -include $(FUZZ_OBJ:.o=.d) $(FUZZ_REPLAY:.o=.d)

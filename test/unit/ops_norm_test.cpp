@@ -43,6 +43,14 @@ TEST_P(RmsNorm, Forward) {
   }
 }
 
+// Values whose squares are as small as epsilon, which belongs inside the root.
+TEST_P(RmsNorm, OfSmallValues) {
+  Matrix x = Matrix::random(residual_, d_.N, d_.C, 4, 3e-3, d_.gap);
+  Matrix y(param_, d_.N, d_.C, d_.gap);
+  test_ops().rms_norm(x.tensor(), w_.vector(), kEps, y.tensor(), rstd_.vector());
+  EXPECT_LT(error_of(y.values(), rms_norm(x.values(), w_.values(), C_)), tolerance(param_));
+}
+
 TEST_P(RmsNorm, OfASum) {
   Matrix delta = Matrix::random(param_, d_.N, d_.C, 3, 1, d_.gap);
   Matrix sum(residual_, d_.N, d_.C), y(param_, d_.N, d_.C);
