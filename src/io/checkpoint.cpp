@@ -217,9 +217,9 @@ std::string with_reason(const std::string& problem, const std::string& path) {
 
 // A rank on which MPI-IO or HDF5 gives a collective transfer up misses exchanges inside of it, so
 // that the others wait there for ever: it cannot agree with them on an error, only end the job. The
-// lowest such rank speaks first, and the others end with it.
+// lowest such rank speaks first, and the others end with it: mpirun kills them after a second.
 [[noreturn]] void fail_collective_transfer(const World& world, const std::string& reason) {
-  std::this_thread::sleep_for(std::chrono::seconds(std::min(world.rank(), 10)));
+  std::this_thread::sleep_for(std::chrono::seconds(2 * std::min(world.rank(), 5)));
   fail("{}; the other ranks wait in the same collective transfer, so the job ends here", reason);
 }
 
