@@ -83,8 +83,8 @@ void load_checkpoint(const World& world, const std::string& path,
 // Header only; throws when the file is not a complete checkpoint of this version.
 CheckpointState read_checkpoint_state(const std::string& path);
 
-// The shape of a checkpoint's dataset. Throws unless it is f32, of the expected shape if one is given,
-// and its bytes all lie in the file: whatever a damaged file says, memory for it is worth having.
+// The shape of a checkpoint's dataset. Throws unless it is f32, of the expected shape if one is
+// given, and its bytes all lie in the file: whatever that says, memory for it is worth having.
 Shape require_tensor(const Hdf5File& file, const std::string& name,
                      const std::optional<Shape>& expected = std::nullopt);
 
