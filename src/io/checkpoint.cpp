@@ -12,7 +12,6 @@
 #include <optional>
 #include <set>
 #include <sstream>
-#include <thread>
 
 #include "base/config.h"
 #include "io/file.h"
@@ -215,14 +214,6 @@ std::string with_reason(const std::string& problem, const std::string& path) {
   return reason.empty() ? problem : fmt::format("{}: {}", problem, reason);
 }
 
-// A rank on which MPI-IO or HDF5 gives a collective transfer up misses exchanges inside of it, so
-// that the others wait there for ever: it cannot agree with them on an error, only end the job. The
-// lowest such rank speaks first, and the others end with it: mpirun kills them after a second.
-[[noreturn]] void fail_collective_transfer(const World& world, const std::string& reason) {
-  std::this_thread::sleep_for(std::chrono::seconds(2 * std::min(world.rank(), 5)));
-  fail("{}; the other ranks wait in the same collective transfer, so the job ends here", reason);
-}
-
 // All ranks make the same calls, however few rows they hold: opening a dataset, collective
 // transfers and closing are collective. One that has failed goes on without values.
 void write_all_rows(const World& world, const std::string& path,
@@ -246,9 +237,12 @@ void write_all_rows(const World& world, const std::string& path,
         if (!attempt.failed()) values = staging.read(own_rows(t, begin, end));
       });
       attempt([&] { file.write(t.dataset, t.first_row + begin, values); });
+      // This rank has missed exchanges inside of the transfer, in which the others wait for ever:
+      // it cannot agree with them on an error, only end the job.
       if (options.collective && attempt.failed() && world.size() > 1) {
         file.abandon();
-        fail_collective_transfer(world, with_reason(attempt.problem(), path));
+        fail("{}; the other ranks wait in the same collective transfer, so the job ends here",
+             with_reason(attempt.problem(), path));
       }
     }
   }
@@ -362,8 +356,8 @@ Shape require_tensor(const Hdf5File& file, const std::string& name,
 
 SaveReport save_checkpoint(const World& world, const std::string& folder,
                            const CheckpointState& state,
-                           const std::vector<CheckpointTensor>& tensors,
-                           const SaveOptions& options, Staging staging) {
+                           const std::vector<CheckpointTensor>& tensors, const SaveOptions& options,
+                           Staging staging) {
   const auto begin = std::chrono::steady_clock::now();
   SaveReport report;
   report.step = state.step;

@@ -367,7 +367,7 @@ TEST(Checkpoint, PiecesAndTransfersGiveTheSameBytes) {
     }
 }
 
-// Above the 2 GiB at which MPI-IO's counts end; takes 5 GB of memory and 3 of disk.
+// Above the 2 GiB at which MPI-IO's counts end; takes 2.5 GB of memory and of disk.
 TEST(Checkpoint, RowsOfMoreThan2GiBOnOneRank) {
   if (!std::getenv("QSHARD_SLOW_TESTS")) GTEST_SKIP() << "QSHARD_SLOW_TESTS is not set";
   const SharedFolder folder;
