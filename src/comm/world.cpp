@@ -91,7 +91,7 @@ World::World(int* argc, char*** argv) : host_(host_name()) {
   QS_CHECK(provided >= MPI_THREAD_FUNNELED,
            "MPI offers thread level {}, expected at least MPI_THREAD_FUNNELED ({}): use an MPI "
            "library built with thread support",
-           provided, MPI_THREAD_FUNNELED);
+           provided, static_cast<int>(MPI_THREAD_FUNNELED));
   threads_may_call_ = provided >= MPI_THREAD_MULTIPLE;
   comm_ = qshard::duplicate(MPI_COMM_WORLD);
   QS_MPI(MPI_Comm_rank(comm_, &rank_));
