@@ -134,7 +134,7 @@ list_for_other_systems() {
 No apt-get here. A build needs:
   g++ 11 or newer (or another compiler for C++20), GNU make 4.2, pkg-config, Python 3.8
   an MPI with mpicxx and mpirun (Open MPI 4 or 5, MPICH), parallel HDF5 1.10 or newer
-  oneDNN 2.5 or 3, CLI11 2.1, nlohmann-json 3.9, fmt 8 or newer, xxHash, Random123
+  oneDNN 2.2 or 3, CLI11 2.1, nlohmann-json 3.9, fmt 8 or newer, xxHash, Random123
   for tests and benchmarks: GoogleTest, Google Benchmark
 On a cluster, load their modules. The Makefile finds MPI by MPICXX, HDF5 by pkg-config or
 HDF5_CFLAGS and HDF5_LIBS, the others by CPATH and LIBRARY_PATH or CPPFLAGS=-I… and LDFLAGS=-L….
