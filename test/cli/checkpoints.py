@@ -1,5 +1,8 @@
 """Runs that save and resume, and the processes under mpirun: for the tests of checkpoints."""
 import os
+import re
+import shutil
+import subprocess
 import time
 from pathlib import Path
 
@@ -95,3 +98,13 @@ def steps_done(folder):
 
 def verify(path, ranks=0):
     cli.expect(cli.qshard("ckpt", "verify", path, ranks=ranks))
+
+
+def mpi_io_libraries():
+    """Open MPI's ompio and romioNNN; another MPI has but the one."""
+    if not shutil.which("ompi_info"):
+        return [None]
+    known = subprocess.run(["ompi_info"], capture_output=True, text=True, check=True).stdout
+    names = re.findall(r"^ *MCA io: (\w+)", known, re.M)
+    assert len(names) == 2, names
+    return sorted(names)

@@ -107,16 +107,6 @@ def test_the_file_is_the_same_whatever_ranks_wrote_it(tmp):
     assert found[0] == found[1] == found[2]
 
 
-def mpi_io_libraries():
-    """Open MPI's ompio and romioNNN; another MPI has but the one."""
-    if not shutil.which("ompi_info"):
-        return [None]
-    known = subprocess.run(["ompi_info"], capture_output=True, text=True, check=True).stdout
-    names = re.findall(r"^ *MCA io: (\w+)", known, re.M)
-    assert len(names) == 2, names
-    return names
-
-
 def test_transfers_give_the_same_values(tmp):
     """Independent and collective, by both of Open MPI's MPI-IO libraries, uneven numbers of ranks."""
     ck.start_files(tmp)
@@ -124,7 +114,7 @@ def test_transfers_give_the_same_values(tmp):
     for ranks in (3, 4, 7):
         batch = 28 if ranks == 7 else 24
         curves, bytes_ = [], []
-        for io in mpi_io_libraries():
+        for io in ck.mpi_io_libraries():
             for collective in ("false", "true") if ranks == 4 else ("true",):
                 out = tmp / f"{ranks}-{io}-{collective}"
                 now = {**values, "train__out": out, "train__global_batch": batch,
