@@ -28,8 +28,9 @@ class World {
   World& operator=(const World&) = delete;
   void finalize();                             // the good path, collective
   // The same ranks with communicators of their own, for a second thread (needs threads_may_call()).
-  // Collective; lives until finalize().
+  // It waits asleep, so that it takes no core from the first one. Collective; lives until finalize().
   std::unique_ptr<World> duplicate() const;
+  bool in_background() const { return in_background_; }        // made by duplicate()
   bool threads_may_call() const { return threads_may_call_; }  // MPI_THREAD_MULTIPLE
   [[noreturn]] void abort(int code) noexcept;  // MPI_Abort: ends every rank within seconds
 
@@ -58,7 +59,11 @@ class World {
  private:
   World() = default;
   void find_node();
-  bool threads_may_call_ = false;
+  void complete(MPI_Request request) const;
+  template <typename T>
+  std::vector<T> all_gather(const T* values, int n) const;  // by rank
+  void broadcast(void* data, int64_t bytes, int root) const;
+  bool threads_may_call_ = false, in_background_ = false;
   MPI_Comm comm_ = MPI_COMM_NULL, node_comm_ = MPI_COMM_NULL;
   int rank_ = 0, size_ = 1, node_rank_ = 0, node_size_ = 1, nodes_ = 1, cpus_ = 1;
   std::string host_;

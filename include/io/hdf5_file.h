@@ -13,6 +13,7 @@
 #include <mpi.h>
 
 #include <cstdint>
+#include <map>
 #include <span>
 #include <string>
 #include <utility>
@@ -57,10 +58,10 @@ class Hdf5File {
   static Hdf5File create(const std::string& path);  // replaces an existing file
   // Datasets of `alignment` bytes and more begin at a multiple of it.
   static Hdf5File create_aligned(const std::string& path, int64_t alignment);
-  // For writing by all ranks of `comm` through MPI-IO, each its own rows. Opening, write() and
-  // close() are collective: every rank makes the same calls with the same names, if need be without
-  // values. collective: the transfers too, so that MPI-IO may exchange data between ranks. hints:
-  // see parse_hints().
+  // For writing by all ranks of `comm` through MPI-IO, each its own rows. Opening, keep_open(),
+  // write() and close() are collective: every rank makes the same calls with the same names, if
+  // need be without values; except for write() after keep_open(). collective: the transfers too, so
+  // that MPI-IO may exchange data between ranks. hints: see parse_hints().
   static Hdf5File open_parallel(const std::string& path, MPI_Comm comm, const std::string& hints,
                                 bool collective);
   ~Hdf5File();
@@ -71,7 +72,7 @@ class Hdf5File {
   void close();
   // Leaves the file open: closing is collective, and after a failed collective transfer the others
   // do not come.
-  void abandon() { id_ = -1; }
+  void abandon();
 
   const std::string& path() const { return path_; }
   bool contains(const std::string& name) const;  // "/group/name"
@@ -87,6 +88,9 @@ class Hdf5File {
 
   Hdf5Dataset dataset(const std::string& name) const;
   void create_dataset(const std::string& name, Hdf5Type type, const std::vector<int64_t>& shape);
+  // Opens a dataset and keeps it open until close(): what is collective about it is done then, and
+  // an independent write() of it involves no other rank.
+  void keep_open(const std::string& name);
 
   // Rows [first, first + n) of dimension 0, n = values.size() / elements of a row.
   template <typename T>
@@ -104,8 +108,11 @@ class Hdf5File {
                   const void* from);
   void read_rows(const std::string& name, Hdf5Type type, int64_t first, int64_t numel,
                  void* to) const;
+  int64_t open_dataset(const std::string& name) const;  // to be closed, kept or not
+  void close_datasets();
   std::string path_;
-  int64_t id_;  // hid_t
+  int64_t id_;                           // hid_t
+  std::map<std::string, int64_t> kept_;  // of datasets
   bool parallel_ = false, collective_ = false;
 };
 

@@ -3,10 +3,12 @@
 #include <sched.h>
 #include <unistd.h>
 
+#include <chrono>
 #include <climits>
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
+#include <thread>
 
 #include "comm/duplicate.h"
 
@@ -38,15 +40,12 @@ std::string host_name() {
   return name;
 }
 
-// Combines in rank order on every rank, so that all ranks get the same bits.
+// values[i] = the combination, in rank order, of element i of each rank's n values.
 template <typename T, typename Combine>
-void combine_in_rank_order(MPI_Comm comm, int ranks, MPI_Datatype type, T* values, int n,
-                           Combine combine) {
-  std::vector<T> all(static_cast<size_t>(n) * ranks);
-  QS_MPI(MPI_Allgather(values, n, type, all.data(), n, type, comm));
+void combine_in_rank_order(const std::vector<T>& all, T* values, int n, Combine combine) {
   for (int i = 0; i < n; ++i) {
     T total = all[i];
-    for (int r = 1; r < ranks; ++r) total = combine(total, all[static_cast<size_t>(r) * n + i]);
+    for (size_t at = n + i; at < all.size(); at += n) total = combine(total, all[at]);
     values[i] = total;
   }
 }
@@ -120,6 +119,7 @@ std::unique_ptr<World> World::duplicate() const {
   copy->rank_ = rank_, copy->size_ = size_, copy->node_rank_ = node_rank_;
   copy->node_size_ = node_size_, copy->nodes_ = nodes_, copy->cpus_ = cpus_;
   copy->host_ = host_, copy->threads_may_call_ = threads_may_call_;
+  copy->in_background_ = true;
   copy->comm_ = qshard::duplicate(comm_);
   copy->node_comm_ = qshard::duplicate(node_comm_);
   return copy;
@@ -146,41 +146,72 @@ std::string World::mpi_version() const {
   return version;
 }
 
-void World::barrier() const { QS_MPI(MPI_Barrier(comm_)); }
+void World::complete(MPI_Request request) const {
+  if (!in_background_) {
+    QS_MPI(MPI_Wait(&request, MPI_STATUS_IGNORE));
+    return;
+  }
+  for (int done = 0;;) {
+    QS_MPI(MPI_Test(&request, &done, MPI_STATUS_IGNORE));
+    if (done) return;
+    std::this_thread::sleep_for(std::chrono::microseconds(300));
+  }
+}
+
+void World::barrier() const {
+  MPI_Request request;
+  QS_MPI(MPI_Ibarrier(comm_, &request));
+  complete(request);
+}
+
+template <typename T>
+std::vector<T> World::all_gather(const T* values, int n) const {
+  const MPI_Datatype type = std::is_same_v<T, double> ? MPI_DOUBLE : MPI_INT64_T;
+  std::vector<T> all(static_cast<size_t>(n) * size_);
+  MPI_Request request;
+  QS_MPI(MPI_Iallgather(values, n, type, all.data(), n, type, comm_, &request));
+  complete(request);
+  return all;
+}
 
 void World::all_reduce_sum(double* values, int n) const {
-  combine_in_rank_order(comm_, size_, MPI_DOUBLE, values, n, std::plus<double>());
+  combine_in_rank_order(all_gather(values, n), values, n, std::plus<double>());
 }
 
 void World::all_reduce_sum(int64_t* values, int n) const {
-  combine_in_rank_order(comm_, size_, MPI_INT64_T, values, n, std::plus<int64_t>());
+  combine_in_rank_order(all_gather(values, n), values, n, std::plus<int64_t>());
 }
 
 void World::all_reduce_max(double* values, int n) const {
-  combine_in_rank_order(comm_, size_, MPI_DOUBLE, values, n, [](double a, double b) {
+  combine_in_rank_order(all_gather(values, n), values, n, [](double a, double b) {
     return std::isnan(a) || std::isnan(b) ? std::nan("") : std::max(a, b);
   });
 }
 
+void World::broadcast(void* data, int64_t bytes, int root) const {
+  constexpr int64_t kPart = int64_t{1} << 30;  // MPI counts are int
+  for (int64_t done = 0; done < bytes; done += kPart) {
+    MPI_Request request;
+    QS_MPI(MPI_Ibcast(static_cast<char*>(data) + done,
+                      static_cast<int>(std::min(kPart, bytes - done)), MPI_CHAR, root, comm_,
+                      &request));
+    complete(request);
+  }
+}
+
 std::string World::broadcast(const std::string& text, int root) const {
   int64_t length = static_cast<int64_t>(text.size());
-  QS_MPI(MPI_Bcast(&length, 1, MPI_INT64_T, root, comm_));
+  broadcast(&length, sizeof length, root);
   std::string result = rank_ == root ? text : std::string(length, '\0');
-  constexpr int64_t kPart = int64_t{1} << 30;  // MPI counts are int
-  for (int64_t done = 0; done < length; done += kPart) {
-    const int count = static_cast<int>(std::min(kPart, length - done));
-    QS_MPI(MPI_Bcast(result.data() + done, count, MPI_CHAR, root, comm_));
-  }
+  broadcast(result.data(), length, root);
   return result;
 }
 
 std::vector<std::string> World::gather(const std::string& text) const {
   const int64_t length = static_cast<int64_t>(text.size());
-  std::vector<int64_t> lengths(size_);
-  QS_MPI(MPI_Allgather(&length, 1, MPI_INT64_T, lengths.data(), 1, MPI_INT64_T, comm_));
   std::vector<int> counts, starts;
   int64_t total = 0;
-  for (int64_t n : lengths) {
+  for (int64_t n : all_gather(&length, 1)) {
     starts.push_back(static_cast<int>(total));
     counts.push_back(static_cast<int>(n));
     total += n;
@@ -188,8 +219,10 @@ std::vector<std::string> World::gather(const std::string& text) const {
              INT_MAX);
   }
   std::string all(rank_ == 0 ? total : 0, '\0');
-  QS_MPI(MPI_Gatherv(text.data(), static_cast<int>(length), MPI_CHAR, all.data(), counts.data(),
-                     starts.data(), MPI_CHAR, 0, comm_));
+  MPI_Request request;
+  QS_MPI(MPI_Igatherv(text.data(), static_cast<int>(length), MPI_CHAR, all.data(), counts.data(),
+                      starts.data(), MPI_CHAR, 0, comm_, &request));
+  complete(request);
   std::vector<std::string> texts;
   if (rank_ == 0)
     for (int r = 0; r < size_; ++r) texts.push_back(all.substr(starts[r], counts[r]));

@@ -214,38 +214,67 @@ std::string with_reason(const std::string& problem, const std::string& path) {
   return reason.empty() ? problem : fmt::format("{}: {}", problem, reason);
 }
 
-// All ranks make the same calls, however few rows they hold: opening a dataset, collective
-// transfers and closing are collective. One that has failed goes on without values.
+// All ranks make the same calls, however few rows they hold.
+void write_collectively(const World& world, Hdf5File& file, const SaveOptions& options,
+                        const std::vector<CheckpointTensor>& tensors, Staging& staging) {
+  const std::vector<int64_t> pieces = count_pieces(world, tensors, options.piece_bytes);
+  try {
+    for (size_t i = 0; i < tensors.size(); ++i) {
+      const CheckpointTensor& t = tensors[i];
+      const int64_t own = t.rows.numel() / t.shape.row_numel();
+      const int64_t step = piece_rows(t.shape, options.piece_bytes);
+      for (int64_t p = 0; p < pieces[i]; ++p) {
+        const int64_t begin = std::min(p * step, own), end = std::min(begin + step, own);
+        file.write(t.dataset, t.first_row + begin, staging.read(own_rows(t, begin, end)));
+      }
+    }
+  } catch (const std::exception& error) {
+    if (world.size() == 1) throw;
+    // This rank has missed exchanges inside of the transfer, in which the others wait for ever: it
+    // cannot agree with them on an error, only end the job.
+    file.abandon();
+    fail("{}; the other ranks wait in the same collective transfer, so the job ends here",
+         with_reason(error.what(), file.path()));
+  }
+}
+
+void write_own_rows(Hdf5File& file, const SaveOptions& options,
+                    const std::vector<CheckpointTensor>& tensors, Staging& staging) {
+  for (const CheckpointTensor& t : tensors)
+    for_each_piece(t, options.piece_bytes, [&](int64_t first, const Tensor& rows) {
+      file.write(t.dataset, first, staging.read(rows));
+    });
+}
+
+// Calls fn on one rank of each node after the other.
+void in_turns(const World& world, const std::function<void()>& fn) {
+  double turns = world.node_size();
+  world.all_reduce_max(&turns, 1);
+  for (int turn = 0; turn < static_cast<int>(turns); ++turn) {
+    if (turn == world.node_rank()) fn();
+    world.barrier();
+  }
+}
+
 void write_all_rows(const World& world, const std::string& path,
                     const std::vector<CheckpointTensor>& tensors, const SaveOptions& options,
                     Staging& staging) {
-  const std::vector<int64_t> pieces = count_pieces(world, tensors, options.piece_bytes);
   collectively(world, [&] {
     const std::string reason = reason_not_writable(path);
     if (!reason.empty()) fail("cannot write {}: {}", path, reason);
   });
-  Attempts attempt;
   Hdf5File file = Hdf5File::open_parallel(path, world.comm(), options.hints, options.collective);
-  for (size_t i = 0; i < tensors.size(); ++i) {
-    const CheckpointTensor& t = tensors[i];
-    const int64_t own = t.rows.numel() / t.shape.row_numel();
-    const int64_t step = piece_rows(t.shape, options.piece_bytes);
-    for (int64_t p = 0; p < pieces[i]; ++p) {
-      const int64_t begin = std::min(p * step, own), end = std::min(begin + step, own);
-      std::span<const float> values;
-      attempt([&] {
-        if (!attempt.failed()) values = staging.read(own_rows(t, begin, end));
-      });
-      attempt([&] { file.write(t.dataset, t.first_row + begin, values); });
-      // This rank has missed exchanges inside of the transfer, in which the others wait for ever:
-      // it cannot agree with them on an error, only end the job.
-      if (options.collective && attempt.failed() && world.size() > 1) {
-        file.abandon();
-        fail("{}; the other ranks wait in the same collective transfer, so the job ends here",
-             with_reason(attempt.problem(), path));
-      }
-    }
-  }
+  for (const CheckpointTensor& t : tensors) file.keep_open(t.dataset);
+  Attempts attempt;
+  const auto write = [&] { attempt([&] { write_own_rows(file, options, tensors, staging); }); };
+  // A file system lets one process write to a file at a time: behind training, the others are not
+  // to spend the cores on waiting for it.
+  if (options.collective)
+    write_collectively(world, file, options, tensors, staging);
+  else if (world.in_background())
+    in_turns(world, write);
+  else
+    write();
   attempt([&] { file.close(); });
   collectively(world, [&] {
     if (attempt.failed()) fail("{}", with_reason(attempt.problem(), path));

@@ -155,9 +155,8 @@ struct RowSelection {
   Handle dataset, file_space, memory_space;
 };
 
-RowSelection select_rows(hid_t file, const std::string& path, const std::string& name,
+RowSelection select_rows(Handle dataset, const std::string& path, const std::string& name,
                          Hdf5Type type, int64_t first, int64_t numel) {
-  Handle dataset(H5Dopen2(file, name.c_str(), H5P_DEFAULT), path, "open dataset " + name);
   const Handle stored(H5Dget_type(dataset), path, "get the type of " + name);
   if (check(H5Tequal(stored, native_type(type)), path, "compare the types of " + name) == 0)
     fail("{}: dataset {} holds {}, expected {}", path, name, describe_type(stored),
@@ -256,15 +255,27 @@ Hdf5File Hdf5File::open_parallel(const std::string& path, MPI_Comm comm, const s
 Hdf5File::Hdf5File(Hdf5File&& other) noexcept
     : path_(std::move(other.path_)),
       id_(std::exchange(other.id_, H5I_INVALID_HID)),
+      kept_(std::exchange(other.kept_, {})),
       parallel_(other.parallel_),
       collective_(other.collective_) {}
 
 Hdf5File::~Hdf5File() {
+  close_datasets();
   if (id_ >= 0) H5Fclose(id_);
+}
+
+void Hdf5File::abandon() {
+  kept_.clear();
+  id_ = H5I_INVALID_HID;
+}
+
+void Hdf5File::close_datasets() {
+  for (const auto& [name, id] : std::exchange(kept_, {})) H5Dclose(id);
 }
 
 void Hdf5File::close() {
   if (id_ < 0) return;
+  close_datasets();
   check(H5Fflush(id_, H5F_SCOPE_LOCAL), path_, "write the last data");
   check(H5Fclose(std::exchange(id_, H5I_INVALID_HID)), path_, "close");
 }
@@ -398,10 +409,23 @@ void Hdf5File::create_dataset(const std::string& name, Hdf5Type type,
       what);
 }
 
+void Hdf5File::keep_open(const std::string& name) {
+  if (kept_.contains(name)) return;
+  kept_[name] = check(H5Dopen2(id_, name.c_str(), H5P_DEFAULT), path_, "open dataset " + name);
+}
+
+int64_t Hdf5File::open_dataset(const std::string& name) const {
+  const auto kept = kept_.find(name);
+  if (kept == kept_.end()) return H5Dopen2(id_, name.c_str(), H5P_DEFAULT);
+  H5Iinc_ref(kept->second);
+  return kept->second;
+}
+
 void Hdf5File::write_rows(const std::string& name, Hdf5Type type, int64_t first, int64_t numel,
                           const void* from) {
   if (numel == 0 && !parallel_) return;
-  const RowSelection rows = select_rows(id_, path_, name, type, first, numel);
+  const RowSelection rows = select_rows({open_dataset(name), path_, "open dataset " + name}, path_,
+                                        name, type, first, numel);
   const Handle transfer(H5Pcreate(H5P_DATASET_XFER), path_, "create transfer properties");
   if (collective_)
     check(H5Pset_dxpl_mpio(transfer, H5FD_MPIO_COLLECTIVE), path_, "choose collective transfers");
@@ -413,7 +437,8 @@ void Hdf5File::write_rows(const std::string& name, Hdf5Type type, int64_t first,
 void Hdf5File::read_rows(const std::string& name, Hdf5Type type, int64_t first, int64_t numel,
                          void* to) const {
   if (numel == 0) return;
-  const RowSelection rows = select_rows(id_, path_, name, type, first, numel);
+  const RowSelection rows = select_rows({open_dataset(name), path_, "open dataset " + name}, path_,
+                                        name, type, first, numel);
   check(
       H5Dread(rows.dataset, native_type(type), rows.memory_space, rows.file_space, H5P_DEFAULT, to),
       path_, fmt::format("read {} elements of dataset {}", numel, name));
