@@ -2,6 +2,8 @@
 
 #include <sched.h>
 
+#include <optional>
+
 #include "memory.h"
 #include "report.h"
 #include "scheduler.h"
@@ -27,6 +29,18 @@ class MpiAccess {
 
  private:
   ApiCall call_;
+};
+
+// Held around a blocking MPI call. Unless it may touch device memory, other threads go on: two of
+// them may be in calls of two communicators, on another rank in the other order.
+class BlockingMpiAccess {
+ public:
+  BlockingMpiAccess() {
+    if (cuda_aware()) access_.emplace();
+  }
+
+ private:
+  std::optional<MpiAccess> access_;
 };
 
 size_t bytes_of(int count, MPI_Datatype type) {
@@ -104,7 +118,7 @@ using namespace cudasim;
   int MPI_##name parameters {                         \
     const int error = progress_barrier(comm);         \
     if (error != MPI_SUCCESS) return error;           \
-    MpiAccess access;                                 \
+    BlockingMpiAccess access;                         \
     return PMPI_##name arguments;                     \
   }
 
@@ -195,7 +209,7 @@ int MPI_Allgather(const void* s, int sn, MPI_Datatype st, void* r, int rn, MPI_D
                   MPI_Comm comm) {
   const int error = progress_barrier(comm);
   if (error != MPI_SUCCESS) return error;
-  MpiAccess access;
+  BlockingMpiAccess access;
   note_buffers("MPI_Allgather", s, bytes_of(sn, st), r,
                bytes_of(rn, rt) * static_cast<size_t>(size_of(comm)));
   return PMPI_Allgather(s, sn, st, r, rn, rt, comm);
@@ -205,7 +219,7 @@ int MPI_Reduce_scatter_block(const void* s, void* r, int n, MPI_Datatype t, MPI_
                              MPI_Comm comm) {
   const int error = progress_barrier(comm);
   if (error != MPI_SUCCESS) return error;
-  MpiAccess access;
+  BlockingMpiAccess access;
   note_buffers("MPI_Reduce_scatter_block", s, bytes_of(n, t) * static_cast<size_t>(size_of(comm)),
                r, bytes_of(n, t));
   return PMPI_Reduce_scatter_block(s, r, n, t, op, comm);
@@ -214,7 +228,7 @@ int MPI_Reduce_scatter_block(const void* s, void* r, int n, MPI_Datatype t, MPI_
 int MPI_Allreduce(const void* s, void* r, int n, MPI_Datatype t, MPI_Op op, MPI_Comm comm) {
   const int error = progress_barrier(comm);
   if (error != MPI_SUCCESS) return error;
-  MpiAccess access;
+  BlockingMpiAccess access;
   note_buffers("MPI_Allreduce", s, bytes_of(n, t), r, bytes_of(n, t));
   return PMPI_Allreduce(s, r, n, t, op, comm);
 }

@@ -223,7 +223,7 @@ void wait_for_all() { scheduler().wait_for_all(); }
 bool query(const OperationRef& operation) {
   if (operation && !operation->done) {
     scheduler().note_wait(*operation);
-    step();
+    for (uint32_t steps = 1 + random_below(64); steps > 0 && !operation->done && step();) --steps;
     run_some();
   }
   if (operation && !operation->done) return false;
