@@ -30,12 +30,12 @@ Engine make_engine(const TinyRun& run) {
   return engine;
 }
 
-// Most waits of any of 10 calls. What the device had done before the host asked is not counted, so
+// Most waits of any of 3 calls. What the device had done before the host asked is not counted, so
 // a single call may show less.
 template <typename Fn>
 int64_t most_waits(Fn fn) {
   int64_t most = 0;
-  for (int i = 0; i < 10; ++i) {
+  for (int i = 0; i < 3; ++i) {
     const int64_t before = cudasim::host_waits();
     fn();
     most = std::max(most, cudasim::host_waits() - before);
@@ -52,19 +52,19 @@ TEST_P(CudaEngine, AStepAndAnEvaluationWaitOnce) {
   Engine engine = make_engine(run);
   const GlobalBatch batch(0, run.B, run.T, run.config.vocab_size);
   const PinnedTokens tokens(batch);
-  const std::vector<TokenBatch> pinned(3, tokens.batch()), pageable(3, batch.from(0));
+  const std::vector<TokenBatch> pinned(2, tokens.batch()), pageable(2, batch.from(0));
   engine.step(pinned, run.lr);  // operators get their scratch memory
   EXPECT_EQ(most_waits([&] { engine.step(pinned, run.lr); }), 1);
   EXPECT_EQ(most_waits([&] { engine.evaluate(pinned); }), 1);
-  // The count sees others: each copy of tokens that are elsewhere is one.
-  EXPECT_GE(most_waits([&] { engine.step(pageable, run.lr); }), 7);
+  // The count sees others: up to four for copies of tokens that lie elsewhere.
+  EXPECT_GT(most_waits([&] { engine.step(pageable, run.lr); }), 2);
 }
 
 TEST_P(CudaEngine, LossIsThatOfTheCpu) {
   TinyRun run;
   run.fsdp.param_dtype = GetParam();
   run.transport = "mpi";
-  const auto batches = some_batches(run, 5, 2 * run.B);
+  const auto batches = some_batches(run, 3, 2 * run.B);
   const Outcome cpu = train(run, batches, Deal::split);
   Engine engine = make_engine(run);
   const double tolerance = GetParam() == DType::f32 ? 1e-5 : 4e-3;
@@ -75,8 +75,8 @@ TEST_P(CudaEngine, LossIsThatOfTheCpu) {
   }
 }
 
-// As a save in the background does: the weights are read while the next step is computed, and
-// changed only then.
+// A save in the background reads the weights while the next step is computed. Here the update comes
+// at once, so that the simulator draws which of both would be first.
 TEST_P(CudaEngine, AnUpdateWaitsForDownloads) {
   TinyRun run;
   run.fsdp.param_dtype = GetParam();
@@ -85,11 +85,12 @@ TEST_P(CudaEngine, AnUpdateWaitsForDownloads) {
   const GlobalBatch batch(0, run.B, run.T, run.config.vocab_size);
   const Tensor weight = engine.model().unit(0).master(0);
   const Buffer copy(device.host(), DType::f32, weight.shape, Segment::workspace, "copy");
-  for (int i = 0; i < 20; ++i) {
+  for (int i = 0; i < 6; ++i) {
+    const StepResult result = engine.compute_gradients({batch.from(0)});
     std::vector<float> before(weight.numel());
     device.copy(before.data(), weight.data, weight.bytes());
     device.download_start(copy->data, weight.data, weight.bytes());
-    engine.step({batch.from(0)}, run.lr);
+    engine.update(result, run.lr);
     device.download_wait();
     const float* values = copy->as<float>();
     EXPECT_EQ(std::vector<float>(values, values + weight.numel()), before);
