@@ -21,8 +21,8 @@ int64_t Device::bytes_held() const { return std::accumulate(held_.begin(), held_
 Buffer::Buffer(Device& device, DType dtype, Shape shape, Segment segment, std::string name)
     : device_(&device), tensor_(nullptr, dtype, shape), segment_(segment), name_(std::move(name)) {
   tensor_.data = device.allocate(tensor_.bytes());
-  QS_CHECK(tensor_.data || tensor_.bytes() == 0, "out of memory: {} needs {} bytes ({} {})", name_,
-           tensor_.bytes(), dtype_name(dtype), shape.str());
+  QS_CHECK(tensor_.data || tensor_.bytes() == 0, "out of memory on {}: {} needs {} bytes ({} {})",
+           device.name(), name_, tensor_.bytes(), dtype_name(dtype), shape.str());
   device.account(segment_, static_cast<int64_t>(tensor_.bytes()));
 }
 
