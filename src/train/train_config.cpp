@@ -109,7 +109,7 @@ void TrainConfig::describe(OptionTable& t) {
       .at_least(0)
       .unit("steps");
   t.add("checkpoint.collective", checkpoint.save.collective, "collective MPI-IO transfers instead of independent ones");
-  t.add("checkpoint.piece_mb", checkpoint.piece_mb, "largest single transfer").at_least(1).at_most(2047).unit("MiB");
+  t.add("checkpoint.piece_mb", checkpoint.piece_mb, "largest single transfer; a GPU's rows are staged in as much").at_least(1).at_most(2047).unit("MiB");
   t.add("checkpoint.alignment_kb", checkpoint.alignment_kb, "of large datasets in the file, a stripe on Lustre")
       .at_least(1)
       .unit("KiB");
@@ -126,9 +126,6 @@ void TrainConfig::finish(int ranks) {
   if (!init.empty() && init != "weights-only" && hf_folder().empty())
     fail_usage("--init {}: expected hf:DIR or weights-only", init);
   transport = choose_transport(transport, backend);
-  if (backend == "cuda" && (checkpoint.every || checkpoint.at_end || train.stop_after || resume != "none"))
-    fail_usage("device.backend cuda saves and loads no checkpoints yet: use --checkpoint.every 0 --checkpoint.at_end "
-               "false, neither --train.stop_after nor --resume; train.save_model writes the weights at the end");
   fsdp.param_dtype = parse_dtype(train.param_dtype);
   fsdp.reduce_dtype = parse_dtype(train.reduce_dtype);
   adamw.decay_matrices_only = decay == "matrices";
