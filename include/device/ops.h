@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <memory>
 #include <span>
+#include <string>
 #include <utility>
 
 #include "device/device.h"
@@ -92,6 +93,10 @@ class Ops {
   // the range is cut (Philox 4×32-10, Box–Muller). Ones when std is 0 is the caller's business.
   virtual void init_normal(Tensor out, uint64_t seed, uint64_t stream, int64_t first, float std) = 0;
   virtual void fill(Tensor out, float value) = 0;  // f32, bf16, fp16
+
+  // Names what the following operators are for, e.g. ("layers.0", "forward", "6 o_proj"). Only a
+  // traced backend listens, see [Note: Tracing].
+  virtual void mark(const std::string& /*unit*/, const char* /*phase*/, const char* /*step*/) {}
 
   // FLOP/s of a large product on this rank's threads, measured now for about `seconds`.
   virtual double measure_peak(DType param_dtype, double seconds) = 0;

@@ -28,6 +28,10 @@ class Engine {
   // B sequences of T tokens a rank and micro-batch. Collective.
   Engine(const Qwen3Config& config, const FsdpOptions& fsdp, const AdamWOptions& adamw,
          const std::string& transport, int64_t B, int64_t T, World& world, Backend& backend);
+  // With a transport for fsdp.prefetch + 1 full buffers that the caller has made.
+  Engine(const Qwen3Config& config, const FsdpOptions& fsdp, const AdamWOptions& adamw,
+         std::unique_ptr<Collectives> transport, int64_t B, int64_t T, World& world,
+         Backend& backend);
 
   // The micro-batches of this rank. A loss or norm that is not finite throws an AgreedError before
   // any weight changes.

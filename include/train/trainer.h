@@ -6,6 +6,7 @@
 #include "train/checkpointer.h"
 #include "train/engine.h"
 #include "train/metrics.h"
+#include "train/trace_file.h"
 #include "train/train_config.h"
 
 namespace qshard {
@@ -14,9 +15,9 @@ class Trainer {
  public:
   // Collective. Refuses at once what cannot work (data smaller than a step, vocabulary, outputs of an
   // earlier run) before anything large is allocated. `settings`: the run's settings as JSON, kept
-  // with the outputs; `table`: the same for people.
+  // with the outputs; `table`: the same for people. `traced`: the run's trace, or null; outlives it.
   Trainer(TrainConfig config, const nlohmann::json& settings, const std::string& table, World& world,
-          Backend& backend);
+          Backend& backend, TracedRun* traced = nullptr);
   // Returns the exit code: done, or stopped by a signal (or train.stop_after), saved, to be resumed.
   int run();
 
@@ -40,6 +41,9 @@ class Trainer {
   std::vector<TokenBatch> read_step(int64_t step);
   std::vector<TokenBatch> read_evaluation(int64_t samples);
   int64_t peak_memory() const;
+  void make_engine();
+  Trace* trace() { return traced_ ? &traced_->trace : nullptr; }
+  void end_of_trace();
 
   TrainConfig config_;
   World& world_;
@@ -47,6 +51,7 @@ class Trainer {
   std::unique_ptr<TokenFile> train_file_, val_file_;
   std::unique_ptr<Sampler> sampler_;
   Backend& backend_;
+  TracedRun* traced_;
   std::unique_ptr<Engine> engine_;
   std::unique_ptr<Metrics> metrics_;  // rank 0
   std::unique_ptr<Checkpointer> checkpointer_;

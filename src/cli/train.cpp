@@ -1,3 +1,5 @@
+#include <optional>
+
 #include "backends.h"
 #include "cli/cli.h"
 #include "train/stop_signals.h"
@@ -20,6 +22,8 @@ Examples:
 struct TrainCommand {
   std::string config_path;
   bool print_config = false;
+  std::string trace;
+  int64_t trace_steps = 10;
   TrainConfig config;
   OptionTable table;
 };
@@ -42,7 +46,10 @@ int run_train(TrainCommand& command, World& world) {
     return kExitDone;
   }
   Backend backend = make_backend(command.config.backend, world);
-  Trainer trainer(command.config, command.table.to_json(), command.table.to_table(), world, backend);
+  std::optional<TracedRun> traced;
+  if (!command.trace.empty()) traced.emplace(backend, command.trace, command.trace_steps);
+  Trainer trainer(command.config, command.table.to_json(), command.table.to_table(), world, backend,
+                  traced ? &*traced : nullptr);
   return trainer.run();
 }
 
@@ -62,6 +69,11 @@ void add_train(CLI::App& app, Command& run) {
                   "weights-only: take only the weights from --resume and begin at step 1");
   sub->add_flag("--allow-changes", command->config.allow_changes,
                 "resume although options that change the mathematics differ from the saved run's");
+  sub->add_option("--trace", command->trace,
+                  "file for a Chrome trace (ui.perfetto.dev): what every rank computed, moved and held, when");
+  sub->add_option("--trace-steps", command->trace_steps, "steps of this launch that --trace records")
+      ->check(CLI::PositiveNumber)
+      ->capture_default_str();
   command->config.describe(command->table);
   command->table.add_to(*sub);
   sub->callback([command, &run] { run = [command](World& world) { return run_train(*command, world); }; });

@@ -112,18 +112,27 @@ void layer_forward(Ops& ops, const LayerShape& s, const Unit& unit, LayerActivat
   const int64_t HD = s.H * s.D, KD = s.K * s.D;
   const Tensor& qkv = a.qkv;
   const Tensor& qk = a.qk;
+  auto step = [&](const char* name) { ops.mark(unit.name(), "forward", name); };
 
+  step("1 input RMSNorm");
   ops.rms_norm(a.x, unit.param(kInputNorm), s.eps, a.normed1, a.rstd1);      // [N,C]
+  step("2 q/k/v");
   LinearGroup{ops, unit, {kQProj, kKProj, kVProj}}.forward(a.normed1, qkv);  // [N,(H+2K)D]
+  step("3+4 q-norm, k-norm, RoPE");
   ops.qk_norm_rope(qkv.col_range(0, HD + KD), unit.param(kQNorm), unit.param(kKNorm), w.rope, s.eps,
                    s.attention(), qk, a.rstd_qk);  // [N,(H+K)D]
+  step("5 attention");
   ops.attention(qk.col_range(0, HD), qk.col_range(HD, HD + KD), qkv.col_range(HD + KD, HD + 2 * KD),
                 s.attention(), a.att, a.lse);      // [N,H·D]
+  step("6 o_proj");
   ops.linear(a.att, unit.param(kOProj), w.delta);  // [N,C]
+  step("7+8 residual, RMSNorm");
   ops.add_rms_norm(a.x, w.delta, unit.param(kPostNorm), s.eps, a.mid, a.normed2, a.rstd2);
+  step("9 SwiGLU MLP");
   LinearGroup{ops, unit, {kGateProj, kUpProj}}.forward(a.normed2, a.gate_up);  // [N,2F]
   ops.swiglu(a.gate_up, a.act);                                                // [N,F]
   ops.linear(a.act, unit.param(kDownProj), w.delta);                           // [N,C]
+  step("10 residual");
   ops.add(a.mid, w.delta, out);
 }
 
@@ -135,24 +144,32 @@ void layer_backward(Ops& ops, const LayerShape& s, const Unit& unit, LayerActiva
   const Tensor& d_qkv = w.d_qkv;
   const bool accumulate = unit.grad_accumulates();
   const Tensor d_res_copy = d_res_p.data == d_res.data ? Tensor() : d_res_p;
+  auto step = [&](const char* name) { ops.mark(unit.name(), "backward", name); };
 
   // MLP
+  step("9 SwiGLU MLP");
   LinearGroup{ops, unit, {kDownProj}}.backward(d_res_p, a.act, w.d_act);
   ops.swiglu_grad(w.d_act, a.gate_up, a.gate_up);
   LinearGroup{ops, unit, {kGateProj, kUpProj}}.backward(a.gate_up, a.normed2, w.d_norm);
+  step("8+7 RMSNorm, residual");
   ops.rms_norm_grad(w.d_norm, a.mid, unit.param(kPostNorm), a.rstd2, d_res, d_res_copy,
                     unit.grad(kPostNorm), accumulate);
   // Attention
+  step("6 o_proj");
   LinearGroup{ops, unit, {kOProj}}.backward(d_res_p, a.att, w.d_att);
+  step("5 attention");
   ops.attention_grad(qk.col_range(0, HD), qk.col_range(HD, HD + KD),
                      qkv.col_range(HD + KD, HD + 2 * KD), a.att, w.d_att, a.lse, s.attention(),
                      d_qkv.col_range(0, HD), d_qkv.col_range(HD, HD + KD),
                      d_qkv.col_range(HD + KD, HD + 2 * KD));
+  step("4+3 RoPE, q-norm, k-norm");
   const Tensor d_qk = d_qkv.col_range(0, HD + KD);
   ops.qk_norm_rope_grad(d_qk, qkv.col_range(0, HD + KD), unit.param(kQNorm), unit.param(kKNorm),
                         w.rope, a.rstd_qk, s.attention(), d_qk, unit.grad(kQNorm),
                         unit.grad(kKNorm), accumulate);
+  step("2 q/k/v");
   LinearGroup{ops, unit, {kQProj, kKProj, kVProj}}.backward(d_qkv, a.normed1, w.d_norm);
+  step("1 input RMSNorm, residual");
   ops.rms_norm_grad(w.d_norm, a.x, unit.param(kInputNorm), a.rstd1, d_res, d_res_copy,
                     unit.grad(kInputNorm), accumulate);
 }

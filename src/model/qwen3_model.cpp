@@ -76,12 +76,14 @@ Tensor Qwen3Model::head_weight(bool gradient) const {
 
 void Qwen3Model::forward(TokenBatch batch, Tensor loss_sum) {
   run_forward(batch, false);
+  ops_.mark(root_->name(), "forward", "head and loss");
   head(0, false, loss_sum);
   prefetch_->end_forward();
 }
 
 void Qwen3Model::run_forward(TokenBatch batch, bool backward_follows) {
   const int L = static_cast<int>(layers_.size());
+  ops_.mark(root_->name(), "forward", "embedding");
   copy_in(batch);
   prefetch_->begin_forward();
   ops_.embedding(ids_, root_->param(kEmbedTokens), L ? activations_[0].x : final_);
@@ -91,16 +93,19 @@ void Qwen3Model::run_forward(TokenBatch batch, bool backward_follows) {
                   l + 1 < L ? activations_[l + 1].x : final_);
     prefetch_->leave_forward(l, backward_follows);
   }
+  ops_.mark(root_->name(), "forward", "final RMSNorm");
   ops_.rms_norm(final_, root_->param(kFinalNorm), shape_.eps, final_normed_, final_rstd_);
 }
 
 void Qwen3Model::forward_backward(TokenBatch batch, float loss_scale, MicroBatch micro,
                                   Tensor loss_sum) {
   run_forward(batch, true);
+  ops_.mark(root_->name(), "backward", "head and loss");
   prefetch_->begin_backward(micro);
   const bool accumulate = root_->grad_accumulates();
   head(loss_scale, true, loss_sum);  // leaves the gradient of final_normed in d_norm
 
+  ops_.mark(root_->name(), "backward", "final RMSNorm");
   const Tensor d_res = d_res_, d_res_p = param_dtype_ == DType::f32 ? d_res_ : d_res_p_;
   backend_.device->zero(d_res.data, d_res.bytes());
   ops_.rms_norm_grad(workspace_->d_norm, final_, root_->param(kFinalNorm), final_rstd_, d_res,
@@ -111,6 +116,7 @@ void Qwen3Model::forward_backward(TokenBatch batch, float loss_scale, MicroBatch
     layer_backward(ops_, shape_, *layers_[l], activations_[l], *workspace_, d_res, d_res_p);
     prefetch_->leave_backward(l);
   }
+  ops_.mark(root_->name(), "backward", "embedding");
   const Tensor d_embed = root_->grad(kEmbedTokens);
   if (!config_.tie_word_embeddings && !accumulate)
     backend_.device->zero(d_embed.data, d_embed.bytes());

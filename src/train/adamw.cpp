@@ -15,6 +15,7 @@ float clip_factor(double grad_norm, double clip) {
 
 void adamw_update(Unit& unit, Ops& ops, const AdamWOptions& o, double lr, int64_t step,
                   float grad_scale) {
+  ops.mark(unit.name(), "optimizer", "AdamW");
   for (int i = 0; i < unit.size(); ++i) {
     if (unit.master(i).numel() == 0) continue;
     const bool decays = unit.layout().params()[i].is_matrix() || !o.decay_matrices_only;

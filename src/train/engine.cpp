@@ -18,8 +18,13 @@ int lowest_rank(const World& world, bool yes) {
 
 Engine::Engine(const Qwen3Config& config, const FsdpOptions& fsdp, const AdamWOptions& adamw,
                const std::string& transport, int64_t B, int64_t T, World& world, Backend& backend)
-    : world_(world), backend_(backend), adamw_(adamw) {
-  collectives_ = make_transport(transport, world, backend, fsdp.prefetch + 1);
+    : Engine(config, fsdp, adamw, make_transport(transport, world, backend, fsdp.prefetch + 1), B, T,
+             world, backend) {}
+
+Engine::Engine(const Qwen3Config& config, const FsdpOptions& fsdp, const AdamWOptions& adamw,
+               std::unique_ptr<Collectives> transport, int64_t B, int64_t T, World& world,
+               Backend& backend)
+    : world_(world), backend_(backend), adamw_(adamw), collectives_(std::move(transport)) {
   model_ = std::make_unique<Qwen3Model>(config, fsdp, B, T, world, backend, *collectives_);
   sums_ = Buffer(*backend.device, DType::f64, {2}, Segment::workspace, "sums of a step");
 }

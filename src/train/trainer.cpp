@@ -5,7 +5,9 @@
 #include <ctime>
 #include <filesystem>
 
+#include "backends.h"
 #include "comm/gather.h"
+#include "comm/traced_collectives.h"
 #include "io/hdf5_file.h"
 #include "model/qwen3_params.h"
 #include "train/export.h"
@@ -37,8 +39,8 @@ void read_sample(const TokenFile& file, int64_t first, int64_t T, int64_t vocab,
 }  // namespace
 
 Trainer::Trainer(TrainConfig config, const nlohmann::json& settings, const std::string& table, World& world,
-                 Backend& backend)
-    : config_(std::move(config)), world_(world), backend_(backend), settings_(settings) {
+                 Backend& backend, TracedRun* traced)
+    : config_(std::move(config)), world_(world), backend_(backend), traced_(traced), settings_(settings) {
   collectively(world_, [&] {
     config_.finish(world_.size());
     model_config_ = config_.load_model();
@@ -57,8 +59,7 @@ Trainer::Trainer(TrainConfig config, const nlohmann::json& settings, const std::
   prepare_outputs(settings);
   print_start(table);
 
-  engine_ = std::make_unique<Engine>(model_config_, config_.fsdp, config_.adamw, config_.transport,
-                                     config_.train.micro_batch, config_.train.seq, world_, backend_);
+  make_engine();
   checkpointer_ = std::make_unique<Checkpointer>(config_.checkpoint, config_.checkpoint_folder(), world_, backend_,
                                                  engine_->model());
   if (!checkpoint_.empty())
@@ -68,6 +69,14 @@ Trainer::Trainer(TrainConfig config, const nlohmann::json& settings, const std::
   else
     engine_->model().init_parameters(config_.train.seed);
   open_metrics();
+}
+
+void Trainer::make_engine() {
+  auto transport = make_transport(config_.transport, world_, backend_, config_.fsdp.prefetch + 1);
+  if (traced_) create_trace(world_, traced_->path);
+  if (traced_) transport = make_traced_collectives(std::move(transport), world_, traced_->trace);
+  engine_ = std::make_unique<Engine>(model_config_, config_.fsdp, config_.adamw, std::move(transport),
+                                     config_.train.micro_batch, config_.train.seq, world_, backend_);
 }
 
 // Sets checkpoint_, saved_ and first_step_.
@@ -138,6 +147,7 @@ void Trainer::start_from(const HfWeights& weights) {
 }
 
 void Trainer::save(int64_t step) {
+  const TraceScope scope(trace(), Lane::io, "save checkpoint");
   CheckpointState state;
   state.step = step;
   state.updates = engine_->updates();
@@ -267,6 +277,7 @@ int Trainer::run() {
   const int64_t steps = config_.train.steps, every = config_.checkpoint.every;
   for (int64_t step = first_step_; step <= steps; ++step) {
     train_step(step);
+    if (traced_ && step - first_step_ + 1 == traced_->steps) traced_->trace.record(false);
     log_save();
     const bool last = step == steps;
     if (val_file_ && (last || (config_.train.eval_every && step % config_.train.eval_every == 0))) evaluate(step);
@@ -275,12 +286,14 @@ int Trainer::run() {
     if (leave) {
       checkpointer_->finish();
       log_save();
+      end_of_trace();
       if (world_.rank() == 0) say("stopped after step {}, saved: go on with --resume auto --train.out {}", step, config_.train.out);
       return kExitResume;
     }
   }
   checkpointer_->finish();
   log_save();
+  end_of_trace();
   if (metrics_) metrics_->finish();
   if (config_.train.save_model) save_model();
   return kExitDone;
@@ -289,7 +302,10 @@ int Trainer::run() {
 void Trainer::train_step(int64_t step) {
   const Clock::time_point begin = Clock::now();
   std::vector<TokenBatch> batches;
-  collectively(world_, [&] { batches = read_step(step); });
+  {
+    const TraceScope scope(trace(), Lane::io, "read samples");
+    collectively(world_, [&] { batches = read_step(step); });
+  }
   const double lr = learning_rate(config_.schedule, step);
   const StepResult result = engine_->step(batches, lr);
   const bool limit = config_.train.stop_after && step - first_step_ + 1 >= config_.train.stop_after;
@@ -361,6 +377,12 @@ std::vector<TokenBatch> Trainer::read_evaluation(int64_t samples) {
     }
   }
   return batches;
+}
+
+void Trainer::end_of_trace() {
+  if (!traced_) return;
+  write_trace(world_, traced_->trace, traced_->path);
+  if (world_.rank() == 0) say("trace of the first {} step(s) in {}: open it in ui.perfetto.dev", traced_->steps, traced_->path);
 }
 
 void Trainer::save_model() {
