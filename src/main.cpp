@@ -14,6 +14,7 @@ namespace {
 constexpr const char* kFooter = R"(Examples:
   qshard data tokenize --tokenizer bytes --out train.h5 /usr/include
   mpirun -n 4 qshard train --config data/configs/demo.json --train.steps 200
+  mpirun -n 4 qshard walkthrough
   mpirun -n 4 qshard verify --reference test/reference/tiny-tied --param-dtype bf16
 
 Exit codes: 0 done · 1 failed · 2 wrong usage · 75 stopped by a signal, saved, resume me)";
@@ -52,6 +53,7 @@ int run(int argc, char** argv, World& world) {
   Command command;
   add_train(app, command);
   add_verify(app, command);
+  add_walkthrough(app, command);
   add_data(app, command);
   add_ckpt(app, command);
 

@@ -94,6 +94,7 @@ std::string nearest_name(const std::string& name, const std::vector<std::string>
 // one object is an error too.
 nlohmann::json parse_json(const std::string& text, const std::string& where,
                           ExitCode exit_code = kExitUsage);
+bool colors_refused();  // by a NO_COLOR in the environment that is not empty
 std::string read_file(const std::string& path);  // whole file; throws naming path and errno text
 
 template <typename T>

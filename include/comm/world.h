@@ -26,11 +26,14 @@ class World {
   ~World() = default;  // does not finalize: after an error the other ranks may never come along
   World(const World&) = delete;
   World& operator=(const World&) = delete;
-  void finalize();                             // the good path, collective
+  void finalize();  // the good path, collective
   // The same ranks with communicators of their own, for a second thread (needs threads_may_call()).
-  // It waits asleep, so that it takes no core from the first one. Collective; lives until finalize().
+  // It waits asleep, so that it takes no core from the first one. Collective; lives until
+  // finalize().
   std::unique_ptr<World> duplicate() const;
-  bool in_background() const { return in_background_; }        // made by duplicate()
+  bool in_background() const { return in_background_; }  // made by duplicate()
+  // A world of this process alone, on its node. Made by any rank at any time.
+  static std::unique_ptr<World> alone();
   bool threads_may_call() const { return threads_may_call_; }  // MPI_THREAD_MULTIPLE
   [[noreturn]] void abort(int code) noexcept;  // MPI_Abort: ends every rank within seconds
 
@@ -69,11 +72,11 @@ class World {
   std::string host_;
 };
 
-// Runs fn on every rank; when it throws on any, every rank throws one AgreedError with the exit code
-// of the lowest failing rank and the messages of the failing ranks (named with rank and host unless
-// all ranks failed alike; at most four, then a count).
-// Collective: use it for whatever can fail on one rank alone, such as opening files. fn itself must
-// not communicate: a rank that throws would leave the others waiting.
+// Runs fn on every rank; when it throws on any, every rank throws one AgreedError with the exit
+// code of the lowest failing rank and the messages of the failing ranks (named with rank and host
+// unless all ranks failed alike; at most four, then a count). Collective: use it for whatever can
+// fail on one rank alone, such as opening files. fn itself must not communicate: a rank that throws
+// would leave the others waiting.
 void collectively(const World& world, const std::function<void()>& fn);
 
 // What is wrong with the launch, or an empty text. srun with an `--mpi=` that does not fit the MPI

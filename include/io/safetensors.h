@@ -42,6 +42,9 @@ class SafetensorsFile {
   std::map<std::string, Entry> tensors_;
 };
 
+// n values of f32, bf16 or fp16 as f32; `from` may be unaligned.
+void to_f32(DType dtype, const void* from, int64_t n, float* to);
+
 struct SafetensorsEntry {
   std::string name;
   DType dtype;

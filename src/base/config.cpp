@@ -5,6 +5,7 @@
 #include <charconv>
 #include <cmath>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <numeric>
 #include <set>
@@ -339,6 +340,11 @@ json parse_json(const std::string& text, const std::string& where, ExitCode exit
                             at - line_begin + 1, reason),
                 exit_code);
   }
+}
+
+bool colors_refused() {
+  const char* value = std::getenv("NO_COLOR");
+  return value && *value;
 }
 
 std::string read_file(const std::string& path) {

@@ -125,6 +125,18 @@ std::unique_ptr<World> World::duplicate() const {
   return copy;
 }
 
+std::unique_ptr<World> World::alone() {
+  auto world = std::unique_ptr<World>(new World);
+  world->host_ = host_name();
+  int provided = MPI_THREAD_SINGLE;
+  QS_MPI(MPI_Query_thread(&provided));
+  world->threads_may_call_ = provided >= MPI_THREAD_MULTIPLE;
+  QS_MPI(MPI_Comm_dup(MPI_COMM_SELF, &world->comm_));
+  QS_MPI(MPI_Comm_set_errhandler(world->comm_, MPI_ERRORS_RETURN));
+  world->find_node();
+  return world;
+}
+
 void World::finalize() {
   QS_MPI(MPI_Comm_free(&node_comm_));
   QS_MPI(MPI_Comm_free(&comm_));

@@ -211,17 +211,25 @@ void SafetensorsFile::read_f32(const std::string& name, int64_t first, int64_t n
   QS_CHECK(first >= 0 && n >= 0 && first + n <= e.tensor.numel(),
            "{}: tensor {}: elements [{}, {}) of {}", path(), name, first, first + n,
            e.tensor.numel());
+  if (e.dtype != "F32" && e.dtype != "BF16" && e.dtype != "F16")
+    fail("{}: tensor {} has dtype {}; expected F32, BF16 or F16", path(), name, e.dtype);
   const std::byte* from = static_cast<const std::byte*>(e.tensor.data) +
                           first * static_cast<int64_t>(dtype_size(e.tensor.dtype));
-  if (e.dtype == "F32") {
-    if (n > 0) std::memcpy(to, from, static_cast<size_t>(n) * sizeof(float));
-  } else if (e.dtype == "BF16") {
-    convert_16bit(from, n, to,
-                  [](uint16_t b) { return std::bit_cast<float>(static_cast<uint32_t>(b) << 16); });
-  } else if (e.dtype == "F16") {
-    convert_16bit(from, n, to, half_to_float);
-  } else {
-    fail("{}: tensor {} has dtype {}; expected F32, BF16 or F16", path(), name, e.dtype);
+  to_f32(e.tensor.dtype, from, n, to);
+}
+
+void to_f32(DType dtype, const void* source, int64_t n, float* to) {
+  const auto* from = static_cast<const std::byte*>(source);
+  switch (dtype) {
+    case DType::f32:
+      if (n > 0) std::memcpy(to, from, static_cast<size_t>(n) * sizeof(float));
+      return;
+    case DType::bf16:
+      return convert_16bit(from, n, to, [](uint16_t b) {
+        return std::bit_cast<float>(static_cast<uint32_t>(b) << 16);
+      });
+    case DType::fp16: return convert_16bit(from, n, to, half_to_float);
+    default: fail("{} values cannot be read as f32", dtype_name(dtype));
   }
 }
 

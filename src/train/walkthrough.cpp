@@ -1,0 +1,326 @@
+#include "train/walkthrough.h"
+
+#include <optional>
+
+#include "backends.h"
+#include "io/safetensors.h"
+#include "train/export.h"
+#include "train/metrics.h"
+#include "train/trace_file.h"
+#include "train/walkthrough_checks.h"
+
+namespace qshard {
+namespace {
+
+constexpr double kLearningRate = 1e-3;
+
+// This rank's tokens of the step.
+struct StepTokens {
+  std::vector<int32_t> ids, labels;  // [accumulation, batch, seq]
+  std::vector<TokenBatch> batches;
+
+  void cut(int64_t tokens) {
+    for (size_t at = 0; at < ids.size(); at += static_cast<size_t>(tokens))
+      batches.push_back({&ids[at], &labels[at]});
+  }
+};
+
+// A function of the seed and the place in the global batch alone.
+int32_t some_token(uint64_t seed, int64_t sequence, int64_t position, int64_t vocab) {
+  uint64_t x = seed * 0x9E3779B97F4A7C15u + static_cast<uint64_t>(sequence) * 0xBF58476D1CE4E5B9u +
+               static_cast<uint64_t>(position) * 0x94D049BB133111EBu;
+  x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
+  return static_cast<int32_t>((x ^ (x >> 31)) % static_cast<uint64_t>(vocab));
+}
+
+void make_tokens(const WalkthroughOptions& o, const World& world, StepTokens& tokens) {
+  for (int64_t a = 0; a < o.accumulation; ++a)
+    for (int64_t b = 0; b < o.batch; ++b)
+      for (int64_t t = 0; t < o.seq; ++t) {
+        const int64_t sequence = (a * world.size() + world.rank()) * o.batch + b;
+        tokens.ids.push_back(some_token(o.seed, sequence, t, o.config.vocab_size));
+        tokens.labels.push_back(some_token(o.seed, sequence, t + 1, o.config.vocab_size));
+      }
+}
+
+// Step 1 of the reference case: [steps, accum, rows, seq]; a rank takes its share of the rows.
+void read_tokens(const WalkthroughOptions& o, const World& world, StepTokens& tokens) {
+  const SafetensorsFile file(o.reference + "/batches.safetensors");
+  const Shape expected{file["inputs"].shape[0], o.accumulation, o.batch * world.size(), o.seq};
+  const auto V = static_cast<int32_t>(o.config.vocab_size);
+  for (auto [name, to] : {std::pair{"inputs", &tokens.ids}, {"labels", &tokens.labels}}) {
+    const Tensor& t = file[name];
+    if (t.dtype != DType::i32 || !(t.shape == expected))
+      fail("{}: {} expected i32 {}, found {} {}", file.path(), name, expected.str(),
+           dtype_name(t.dtype), t.shape.str());
+    const int64_t own = o.batch * o.seq;
+    for (int64_t a = 0; a < o.accumulation; ++a) {
+      const int32_t* from = t.as<int32_t>() + (a * world.size() + world.rank()) * own;
+      to->insert(to->end(), from, from + own);
+    }
+  }
+  for (size_t i = 0; i < tokens.ids.size(); ++i)
+    if (tokens.ids[i] < 0 || tokens.ids[i] >= V || tokens.labels[i] >= V)
+      fail("{}: id {} or label {} is outside the vocabulary of {}", file.path(), tokens.ids[i],
+           tokens.labels[i], V);
+}
+
+std::vector<UnitRecord> record_units(Qwen3Model& model, Collectives& transport,
+                                     const World& world) {
+  std::vector<UnitRecord> units;
+  for (int u = 0; u < model.num_units(); ++u) {
+    const Unit& unit = model.unit(u);
+    UnitRecord& record = units.emplace_back();
+    record.name = unit.name();
+    for (int i = 0; i < unit.size(); ++i) {
+      const ParamSpec& spec = unit.layout().params()[i];
+      const Tensor shard = transport.shard(u, i), master = unit.master(i);
+      const int64_t row = unit.layout()[i].row_numel;
+      record.params.push_back({spec.name,
+                               {spec.shape.begin(), spec.shape.end()},
+                               unit.layout()[i].rows_of(world.rank()).begin,
+                               master.numel() / row,
+                               master.numel(),
+                               shard.numel(),
+                               static_cast<int64_t>(shard.bytes())});
+    }
+  }
+  return units;
+}
+
+std::vector<std::pair<std::string, int64_t>> record_memory(const Device& device) {
+  std::vector<std::pair<std::string, int64_t>> memory;
+  for (Segment segment : {Segment::shards, Segment::moments, Segment::params, Segment::gradients,
+                          Segment::activations, Segment::workspace, Segment::communication})
+    memory.emplace_back(segment_name(segment), device.bytes_held(segment));
+  return memory;
+}
+
+Traffic difference(const Traffic& a, const Traffic& b) {
+  return {a.gathers - b.gathers,
+          a.gather_logical_bytes - b.gather_logical_bytes,
+          a.gather_copied_bytes - b.gather_copied_bytes,
+          a.reduces - b.reduces,
+          a.reduce_logical_bytes - b.reduce_logical_bytes,
+          a.reduce_copied_bytes - b.reduce_copied_bytes};
+}
+
+// A whole step at rate 0, so that code and memory are warm and rows are published as in training;
+// weights keep their values, moments and counts are set back.
+void warm_up(Engine& engine, Device& device, const std::vector<TokenBatch>& batches) {
+  engine.step(batches, 0);
+  for (int u = 0; u < engine.model().num_units(); ++u)
+    for (int i = 0; i < engine.model().unit(u).size(); ++i)
+      for (const Tensor& moment :
+           {engine.model().unit(u).exp_avg(i), engine.model().unit(u).exp_avg_sq(i)})
+        device.zero(moment.data, moment.bytes());
+  engine.restore(0, 0);
+}
+
+// --- values of one parameter on its way
+
+// Index of the one parameter of the unit whose name ends so.
+int find_parameter(const UnitLayout& layout, const std::string& name) {
+  int found = -1;
+  std::vector<std::string> known;
+  for (int i = 0; i < layout.size(); ++i) {
+    known.push_back(layout.params()[i].name);
+    const bool whole = known.back() == name || known.back().ends_with("." + name) ||
+                       known.back().ends_with("." + name + ".weight");
+    if (!whole) continue;
+    if (found >= 0) fail_usage("--tensor {} could be {} or {}", name, known[found], known[i]);
+    found = i;
+  }
+  if (found < 0) fail_usage("--tensor {}: expected one of {}", name, fmt::join(known, ", "));
+  return found;
+}
+
+class ValueStages {
+ public:
+  ValueStages(const ParamSpec& spec, RowRange rows)
+      : columns_(spec.shape.row_numel()), total_rows_(spec.shape[0]), rows_(rows) {}
+
+  // `rows`: what the values cover.
+  void add(const char* stage, const char* meaning, const std::vector<float>& values, bool full) {
+    const int64_t first = full ? 0 : rows_.begin, n = full ? total_rows_ : rows_.size();
+    Document lines = Document::array();
+    for (int64_t r = 0; r < n; ++r) {
+      if (r >= kShown && r + kShown < n) continue;
+      std::vector<float> shown;
+      for (int64_t c = 0; c < columns_; ++c)
+        if (c < kShown || c + kShown >= columns_) shown.push_back(values[r * columns_ + c]);
+      lines.push_back({{"row", first + r}, {"values", shown}});
+    }
+    stages_.push_back({{"stage", stage},
+                       {"meaning", meaning},
+                       {"rows", {first, first + n}},
+                       {"columns", columns_},
+                       {"shown_at_each_end", kShown},
+                       {"lines", lines}});
+  }
+  Document take() { return std::move(stages_); }
+
+ private:
+  static constexpr int64_t kShown = 3;
+  int64_t columns_, total_rows_;
+  RowRange rows_;
+  Document stages_ = Document::array();
+};
+
+// --- the step
+
+class Walk {
+ public:
+  Walk(const WalkthroughOptions& options, World& world, Backend& backend)
+      : o_(options), world_(world), backend_(backend), recorder_(*backend.device) {
+    collectively(world_, [&] {
+      if (o_.reference.empty())
+        make_tokens(o_, world_, tokens_);
+      else
+        read_tokens(o_, world_, tokens_);
+    });
+    if (!o_.trace.empty()) create_trace(world_, o_.trace);
+    tokens_.cut(o_.batch * o_.seq);
+    record_.rank = world_.rank();
+    record_.host = world_.host();
+  }
+
+  WalkthroughReport run() {
+    take_step();
+    checks_.push_back(check_single_process(o_, world_, backend_, tokens_.batches[0], recorder_));
+    if (!o_.trace.empty()) write_trace(world_, trace_, o_.trace);
+    record_.spans = trace_.spans();
+    return report();
+  }
+
+ private:
+  int unit_id() const { return static_cast<int>(o_.layer) + 1; }
+
+  void take_step() {
+    const TracedBackend traced(backend_, trace_, &recorder_);
+    auto transport = make_transport(o_.transport, world_, backend_, o_.fsdp.prefetch + 1);
+    if (o_.wrap_transport) transport = o_.wrap_transport(std::move(transport));
+    Engine engine(o_.config, o_.fsdp, AdamWOptions(),
+                  make_traced_collectives(std::move(transport), world_, trace_, &recorder_),
+                  o_.batch, o_.seq, world_, backend_);
+    Unit& unit = engine.model().unit(unit_id());
+    int watched = -1;
+    collectively(world_, [&] {
+      if (!o_.tensor.empty()) watched = find_parameter(unit.layout(), o_.tensor);
+    });
+    set_weights(o_, world_, engine.model());
+    trace_.record(false);
+    warm_up(engine, *backend_.device, tokens_.batches);
+    trace_.record(true);
+    recorder_.start(unit_id(), unit.name(), unit.layout(), o_.fsdp.param_dtype);
+    record_.units = record_units(engine.model(), engine.collectives(), world_);
+    record_.memory = record_memory(*backend_.device);
+
+    const Traffic before = engine.collectives().traffic();
+    begin_values(unit, watched);
+    const StepResult result = engine.compute_gradients(tokens_.batches);
+    checks_.push_back(check_mean_gradient(o_, world_, *backend_.device, unit, recorder_));
+    middle_values(unit, watched);
+    engine.update(result, kLearningRate);
+    end_values(unit, watched);
+    record_.traffic = difference(engine.collectives().traffic(), before);
+    result_ = {{"loss", result.loss},
+               {"grad_norm", result.grad_norm},
+               {"labels", result.kept},
+               {"lr", kLearningRate}};
+    if (!o_.reference.empty())
+      for (const WalkthroughCheck& check :
+           check_activations(o_, world_, engine.model().shape(), recorder_))
+        checks_.push_back(check);
+  }
+
+  bool shows(int i) const { return i >= 0 && world_.rank() == o_.rank; }
+  std::vector<float> host(const Tensor& t) { return host_values(*backend_.device, t); }
+
+  void begin_values(const Unit& unit, int i) {
+    if (!shows(i)) return;
+    stages_.emplace(unit.layout().params()[i], unit.layout()[i].rows_of(world_.rank()));
+    stages_->add("shard", "own rows of the f32 master weight", host(unit.master(i)), false);
+  }
+  void middle_values(const Unit& unit, int i) {
+    if (!shows(i)) return;
+    stages_->add("gathered", "all rows, as the operators read them", recorder_.parameter(i), true);
+    stages_->add("gradient", "of this rank's tokens, all rows", recorder_.gradient(i), true);
+    stages_->add("reduced", "own rows of the mean over ranks", host(unit.grad_shard(i)), false);
+  }
+  void end_values(const Unit& unit, int i) {
+    if (!shows(i)) return;
+    stages_->add("updated", "own rows after AdamW", host(unit.master(i)), false);
+    values_ = {{"tensor", unit.layout().params()[i].name},
+               {"rank", o_.rank},
+               {"shape", std::vector<int64_t>(unit.layout().params()[i].shape.begin(),
+                                              unit.layout().params()[i].shape.end())},
+               {"stages", stages_->take()}};
+  }
+
+  WalkthroughReport report() {
+    const std::vector<std::string> texts = world_.gather(Document(record_).dump());
+    const std::string values =
+        world_.broadcast(values_.is_null() ? "" : values_.dump(), static_cast<int>(o_.rank));
+    WalkthroughReport report;
+    collectively(world_, [&] {
+      if (world_.rank() != 0) return;
+      std::vector<RankRecord> ranks;
+      for (const std::string& text : texts)
+        ranks.push_back(Document::parse(text).get<RankRecord>());
+      std::vector<WalkthroughCheck> checks = check_records(o_, ranks);
+      checks.insert(checks.end(), checks_.begin(), checks_.end());
+      Document list = Document::array();
+      report.ok = true;
+      for (const WalkthroughCheck& c : checks) {
+        list.push_back(
+            {{"name", c.name}, {"ok", c.ok}, {"expected", c.expected}, {"found", c.found}});
+        report.ok = report.ok && c.ok;
+      }
+      report.document = walkthrough_document(o_, ranks);
+      report.document["result"] = result_;
+      report.document["checks"] = list;
+      report.document["ok"] = report.ok;
+      if (!values.empty()) report.document["values"] = Document::parse(values);
+    });
+    report.ok = world_.broadcast(report.ok ? "ok" : "", 0) == "ok";
+    return report;
+  }
+
+  const WalkthroughOptions& o_;
+  World& world_;
+  Backend& backend_;
+  StepTokens tokens_;
+  Trace trace_;
+  StepRecorder recorder_;
+  RankRecord record_;
+  Document result_, values_;
+  std::optional<ValueStages> stages_;
+  std::vector<WalkthroughCheck> checks_;
+};
+
+}  // namespace
+
+Qwen3Config walkthrough_config() {
+  Qwen3Config c;
+  c.vocab_size = 512;
+  c.hidden_size = 512;
+  c.intermediate_size = 1024;
+  c.num_hidden_layers = 2;
+  c.num_attention_heads = 8;
+  c.num_key_value_heads = 4;
+  c.head_dim = 64;
+  c.max_position_embeddings = 4096;
+  c.rope_theta = 1e6;
+  c.rms_norm_eps = 1e-6;
+  c.initializer_range = 0.02;
+  c.tie_word_embeddings = true;
+  return c;
+}
+
+WalkthroughReport run_walkthrough(const WalkthroughOptions& options, World& world,
+                                  Backend& backend) {
+  return Walk(options, world, backend).run();
+}
+
+}  // namespace qshard

@@ -1,0 +1,168 @@
+// The walkthrough's checks are met by honest transports and by no other.
+#include "train/walkthrough.h"
+
+#include <functional>
+
+#include "tiny_model.h"
+
+namespace qshard {
+namespace {
+
+WalkthroughOptions tiny_walk() {
+  WalkthroughOptions options;
+  options.config = tiny_config();
+  options.seq = 5;
+  options.fsdp.param_dtype = DType::bf16;
+  options.fsdp.reduce_dtype = DType::bf16;
+  return options;
+}
+
+// Passes everything on, but for what a test overrides.
+class Forwarding : public Collectives {
+ public:
+  explicit Forwarding(std::unique_ptr<Collectives> inner) : inner_(std::move(inner)) {}
+  std::string name() const override { return inner_->name(); }
+  int add_unit(const UnitSpec& spec) override { return inner_->add_unit(spec); }
+  void finish_setup() override { inner_->finish_setup(); }
+  Tensor shard(int unit, int piece) override { return inner_->shard(unit, piece); }
+  void publish(int unit) override { inner_->publish(unit); }
+  void gather_start(int unit) override { inner_->gather_start(unit), count(); }
+  void* gather_wait(int unit) override { return inner_->gather_wait(unit); }
+  void reshard(int unit) override { inner_->reshard(unit); }
+  float* grad_buffer(int unit) override { return inner_->grad_buffer(unit); }
+  void reduce_start(int unit) override { inner_->reduce_start(unit), count(); }
+  void reduce_wait(int unit, std::span<const Tensor> dst, float scale, bool accumulate) override {
+    inner_->reduce_wait(unit, dst, scale, accumulate), count();
+  }
+
+ protected:
+  virtual void count() { traffic_ = inner_->traffic(); }
+  std::unique_ptr<Collectives> inner_;
+};
+
+struct CountsTooMuch final : Forwarding {
+  using Forwarding::Forwarding;
+  void count() override {
+    Forwarding::count();
+    traffic_.gather_logical_bytes += 64 * traffic_.gathers;
+  }
+};
+
+struct HidesCopies final : Forwarding {
+  using Forwarding::Forwarding;
+  void count() override {
+    Forwarding::count();
+    traffic_.reduce_copied_bytes = traffic_.reduce_copied_bytes / 2;
+  }
+};
+
+struct ShardOfWrongSize final : Forwarding {
+  using Forwarding::Forwarding;
+  Tensor shard(int unit, int piece) override {
+    Tensor rows = inner_->shard(unit, piece);
+    if (unit == 1 && piece == 2) rows.shape[0] += 8;  // never touched: the unit cuts its true rows
+    return rows;
+  }
+};
+
+struct SumInsteadOfMean final : Forwarding {
+  using Forwarding::Forwarding;
+  void reduce_wait(int unit, std::span<const Tensor> dst, float scale, bool accumulate) override {
+    Forwarding::reduce_wait(unit, dst, scale * 1.1f, accumulate);
+  }
+};
+
+struct GathersAgain final : Forwarding {  // in the middle of a layer: not local any more
+  using Forwarding::Forwarding;
+  void* gather_wait(int unit) override {
+    void* full = inner_->gather_wait(unit);
+    if (unit == 1) {
+      inner_->reshard(unit);
+      inner_->gather_start(unit);
+      full = inner_->gather_wait(unit);
+      count();
+    }
+    return full;
+  }
+};
+
+// Names of the checks that are not met, on rank 0; the report's verdict is that of the list.
+std::vector<std::string> failed_checks(const WalkthroughOptions& options) {
+  const WalkthroughReport report = run_walkthrough(options, test_world(), test_backend());
+  std::vector<std::string> failed;
+  if (test_world().rank() != 0) return failed;
+  for (const Document& check : report.document["checks"])
+    if (!check["ok"].get<bool>())
+      failed.push_back(check["name"].get<std::string>() + ": " + check["found"].get<std::string>());
+  EXPECT_EQ(report.ok, failed.empty());
+  EXPECT_EQ(report.document["ok"].get<bool>(), failed.empty());
+  return failed;
+}
+
+void expect_all_met(const WalkthroughOptions& options) {
+  for (const std::string& text : failed_checks(options)) ADD_FAILURE() << text;
+}
+
+template <typename Faulty>
+void expect_failed(const std::string& part) {
+  WalkthroughOptions options = tiny_walk();
+  options.wrap_transport = [](std::unique_ptr<Collectives> inner) {
+    return std::make_unique<Faulty>(std::move(inner));
+  };
+  const std::vector<std::string> failed = failed_checks(options);
+  if (test_world().rank() != 0) return;
+  bool found = false;
+  for (const std::string& text : failed) found = found || text.find(part) != std::string::npos;
+  EXPECT_TRUE(found) << fmt::format("{}", fmt::join(failed, "\n"));
+}
+
+TEST(Walkthrough, ChecksAreMetInEveryMode) {
+  expect_all_met(tiny_walk());
+  for (const char* transport : {"shm", "mpi"})
+    for (DType dtype : {DType::f32, DType::bf16}) {
+      WalkthroughOptions options = tiny_walk();
+      options.transport = transport;
+      options.fsdp.param_dtype = dtype;
+      options.fsdp.reduce_dtype = dtype == DType::f32 ? DType::bf16 : DType::f32;
+      options.layer = 1;
+      options.accumulation = 3;
+      expect_all_met(options);
+      options.fsdp.reduce_every_microbatch = false;
+      options.fsdp.reshard_after_forward = false;
+      options.fsdp.prefetch = 0;
+      expect_all_met(options);
+    }
+}
+
+TEST(Walkthrough, TheBackendIsUntracedAfterwards) {
+  const Ops* ops = test_backend().ops.get();
+  run_walkthrough(tiny_walk(), test_world(), test_backend());
+  EXPECT_EQ(test_backend().ops.get(), ops);
+}
+
+TEST(Walkthrough, ForwardingAloneIsHonest) {
+  WalkthroughOptions options = tiny_walk();
+  options.wrap_transport = [](std::unique_ptr<Collectives> inner) {
+    return std::make_unique<Forwarding>(std::move(inner));
+  };
+  expect_all_met(options);
+}
+
+TEST(Walkthrough, MiscountingTransportIsFound) {
+  expect_failed<CountsTooMuch>("bytes of every gather and reduction");
+}
+
+TEST(Walkthrough, HiddenCopiesAreFound) {
+  if (test_world().size() > 1) expect_failed<HidesCopies>("bytes really copied");
+}
+
+TEST(Walkthrough, ShardOfWrongSizeIsFound) { expect_failed<ShardOfWrongSize>("k_proj"); }
+
+TEST(Walkthrough, WrongMeanIsFound) { expect_failed<SumInsteadOfMean>("mean gradient"); }
+
+TEST(Walkthrough, SecretGatherIsFound) {
+  if (test_world().size() > 1) expect_failed<GathersAgain>("bytes of every gather");
+}
+
+}  // namespace
+}  // namespace qshard
