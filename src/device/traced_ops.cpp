@@ -129,8 +129,8 @@ class TracedOps final : public Ops {
   }
 
   // Called by transports and for norms, losses and set-up: parts of other spans.
-  double sum(Tensor x) override { return inner_->sum(x); }
-  double sum_squares(Tensor x) override { return inner_->sum_squares(x); }
+  void add_sum(Tensor x, Tensor total) override { inner_->add_sum(x, total); }
+  void add_sum_squares(Tensor x, Tensor total) override { inner_->add_sum_squares(x, total); }
   void cast(Tensor from, Tensor to) override { inner_->cast(from, to); }
   void sum_parts(std::span<const Tensor> parts, float scale, Tensor to, bool accumulate) override {
     inner_->sum_parts(parts, scale, to, accumulate);

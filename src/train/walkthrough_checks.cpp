@@ -322,7 +322,7 @@ WalkthroughCheck check_single_process(const WalkthroughOptions& o, const World& 
     set_weights(cut, *alone, engine.model());
     const Unit& unit = engine.model().unit(static_cast<int>(o.layer) + 1);
     own.start(static_cast<int>(o.layer) + 1, unit.name(), unit.layout(), o.fsdp.param_dtype);
-    engine.model().forward(batch);
+    engine.evaluate({batch});
     const Recorded &a = recorder.tensor("10 residual/add/sum"),
                    &b = own.tensor("10 residual/add/sum");
     double difference = 0, norm = 0;
