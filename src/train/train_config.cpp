@@ -109,7 +109,10 @@ void TrainConfig::describe(OptionTable& t) {
       .at_least(0)
       .unit("steps");
   t.add("checkpoint.collective", checkpoint.save.collective, "collective MPI-IO transfers instead of independent ones");
-  t.add("checkpoint.piece_mb", checkpoint.piece_mb, "largest single transfer; a GPU's rows are staged in as much").at_least(1).at_most(2047).unit("MiB");
+  t.add("checkpoint.piece_mb", checkpoint.piece_mb, "largest single transfer; from a GPU by way of as much host memory")
+      .at_least(1)
+      .at_most(2047)
+      .unit("MiB");
   t.add("checkpoint.alignment_kb", checkpoint.alignment_kb, "of large datasets in the file, a stripe on Lustre")
       .at_least(1)
       .unit("KiB");
