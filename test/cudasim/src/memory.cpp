@@ -36,6 +36,7 @@ class Memory {
     empty_file_ = memfd_create("cudasim-guard", 0);
     if (empty_file_ < 0) fail("memfd_create failed");
     total_ = static_cast<size_t>(environment("CUDASIM_MEMORY_MB", 4096)) << 20;
+    guarded_ = environment("CUDASIM_GUARD", 1) != 0;
     top_[0] = base_ + PAGE;
     top_[1] = base_ + ADDRESS_BYTES + PAGE;
     install_fault_handler();
@@ -96,7 +97,7 @@ class Memory {
   }
 
   void close() {
-    if (!open_) return;
+    if (!open_ || !guarded_) return;
     open_ = false;
     protect(PROT_NONE);
   }
@@ -153,7 +154,7 @@ class Memory {
   int empty_file_ = -1;
   size_t total_ = 0, used_ = 0;
   int count_ = 0;
-  bool open_ = false;
+  bool open_ = false, guarded_ = true;
   std::map<char*, Allocation> allocations_;
   std::map<char*, size_t> registered_;
 };

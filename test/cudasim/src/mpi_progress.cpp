@@ -1,6 +1,9 @@
 #include "mpi_progress.h"
 
-#include <sched.h>
+#include <map>
+#include <set>
+#include <string>
+#include <vector>
 
 #include <optional>
 
@@ -14,17 +17,23 @@ namespace {
 
 MPI_Comm control = MPI_COMM_NULL;
 
-// Whether MPI may be handed device pointers. Then device memory is open inside of MPI calls.
+// Whether MPI may be handed device pointers.
 bool cuda_aware() {
   static const bool aware = environment("CUDASIM_CUDA_AWARE", 0) != 0;
   return aware;
+}
+
+// Calls with device memory that the host has not seen the end of: MPI touches it in any call.
+std::set<MPI_Request>& device_requests() {
+  static auto* instance = new std::set<MPI_Request>;
+  return *instance;
 }
 
 // Held around each MPI call that may touch buffers.
 class MpiAccess {
  public:
   MpiAccess() {
-    if (cuda_aware()) open_device_memory();
+    if (!device_requests().empty()) open_device_memory();
   }
 
  private:
@@ -49,22 +58,56 @@ size_t bytes_of(int count, MPI_Datatype type) {
   return static_cast<size_t>(count) * static_cast<size_t>(size);
 }
 
-// The program hands MPI a buffer: device memory only where MPI is CUDA-aware, and only after the
-// host has waited for whatever wrote or reads it.
-void note_buffers(const char* name, const void* send, size_t send_bytes, void* receive,
-                  size_t receive_bytes) {
-  const bool send_device = send != MPI_IN_PLACE && is_device_address(send);
-  const bool receive_device = receive != MPI_IN_PLACE && is_device_address(receive);
-  if (!send_device && !receive_device) return;
+void check_device_buffer(const char* name, const void* buffer, size_t bytes) {
+  if (buffer == MPI_IN_PLACE || !is_device_address(buffer)) return;
   if (!cuda_aware())
     fail("%s with device memory, but this MPI is not CUDA-aware (CUDASIM_CUDA_AWARE=1 makes it so)",
          name);
-  if (send_device) check_device_range(send, send_bytes, name);
-  if (receive_device) check_device_range(receive, receive_bytes, name);
+  check_device_range(buffer, bytes, name);
+  open_device_memory();
+}
+
+// The program hands MPI a buffer: device memory only where MPI is CUDA-aware; device and pinned
+// memory only after the host has waited for whatever wrote or reads it.
+void note_buffers(const char* name, const void* send, size_t send_bytes, void* receive,
+                  size_t receive_bytes) {
+  check_device_buffer(name, send, send_bytes);
+  check_device_buffer(name, receive, receive_bytes);
   run_on_host_lane(name, [&] {
-    if (send_device) track_operation_read(send, send_bytes);
-    if (receive_device) track_operation_write(receive, receive_bytes);
+    if (send != MPI_IN_PLACE) track_operation_read(send, send_bytes);
+    if (receive != MPI_IN_PLACE) track_operation_write(receive, receive_bytes);
   });
+}
+
+// What MPI writes by itself until the host sees that a call is complete.
+struct Receive {
+  std::string name;
+  void* buffer;
+  size_t bytes;
+};
+
+std::map<MPI_Request, Receive>& receives() {
+  static auto* instance = new std::map<MPI_Request, Receive>;
+  return *instance;
+}
+
+void note_start(MPI_Request request, const char* name, const void* send, void* buffer,
+                size_t bytes) {
+  if (request == MPI_REQUEST_NULL) return;
+  if (is_device_address(send) || is_device_address(buffer)) device_requests().insert(request);
+  if (in_arena(buffer)) receives()[request] = {name, buffer, bytes};
+}
+
+// The host has seen the end of these requests: what reads their buffers comes after this.
+void note_completion(const std::vector<MPI_Request>& requests) {
+  for (MPI_Request request : requests) {
+    device_requests().erase(request);
+    const auto found = receives().find(request);
+    if (found == receives().end()) continue;
+    const Receive receive = found->second;
+    receives().erase(found);
+    run_on_host_lane(receive.name, [&] { track_operation_write(receive.buffer, receive.bytes); });
+  }
 }
 
 // Blocking calls that name no communicator: nothing may be left that another rank could wait for.
@@ -88,11 +131,23 @@ int after_init(int error) {
 
 MPI_Comm control_comm() { return control; }
 
+void check_receives(const void* address, size_t bytes, const char* user) {
+  const auto* begin = static_cast<const char*>(address);
+  for (const auto& [request, receive] : receives()) {
+    const auto* buffer = static_cast<const char*>(receive.buffer);
+    if (begin < buffer + receive.bytes && buffer < begin + bytes)
+      fail("%s touches what %s may still be receiving: the host has not seen its end; %s", user,
+           receive.name.c_str(), describe_address(address));
+  }
+}
+
 int progress_until(MPI_Request* request, MPI_Status* status) {
   for (;;) {
     MpiAccess access;
     int done = 0;
+    const MPI_Request tested = *request;
     const int error = PMPI_Test(request, &done, status);
+    if (done) note_completion({tested});
     if (error != MPI_SUCCESS || done) return error;
     step();
     pause_between_polls();
@@ -239,7 +294,20 @@ int MPI_Iallgather(const void* s, int sn, MPI_Datatype st, void* r, int rn, MPI_
   MpiAccess access;
   note_buffers("MPI_Iallgather", s, bytes_of(sn, st), r,
                bytes_of(rn, rt) * static_cast<size_t>(size_of(comm)));
-  return PMPI_Iallgather(s, sn, st, r, rn, rt, comm, request);
+  const int error = PMPI_Iallgather(s, sn, st, r, rn, rt, comm, request);
+  note_start(*request, "MPI_Iallgather", s, r,
+             bytes_of(rn, rt) * static_cast<size_t>(size_of(comm)));
+  return error;
+}
+
+int MPI_Ialltoall(const void* s, int sn, MPI_Datatype st, void* r, int rn, MPI_Datatype rt,
+                  MPI_Comm comm, MPI_Request* request) {
+  MpiAccess access;
+  const auto ranks = static_cast<size_t>(size_of(comm));
+  note_buffers("MPI_Ialltoall", s, bytes_of(sn, st) * ranks, r, bytes_of(rn, rt) * ranks);
+  const int error = PMPI_Ialltoall(s, sn, st, r, rn, rt, comm, request);
+  note_start(*request, "MPI_Ialltoall", s, r, bytes_of(rn, rt) * ranks);
+  return error;
 }
 
 int MPI_Ireduce_scatter_block(const void* s, void* r, int n, MPI_Datatype t, MPI_Op op,
@@ -247,40 +315,60 @@ int MPI_Ireduce_scatter_block(const void* s, void* r, int n, MPI_Datatype t, MPI
   MpiAccess access;
   note_buffers("MPI_Ireduce_scatter_block", s, bytes_of(n, t) * static_cast<size_t>(size_of(comm)),
                r, bytes_of(n, t));
-  return PMPI_Ireduce_scatter_block(s, r, n, t, op, comm, request);
+  const int error = PMPI_Ireduce_scatter_block(s, r, n, t, op, comm, request);
+  note_start(*request, "MPI_Ireduce_scatter_block", s, r, bytes_of(n, t));
+  return error;
 }
 
 int MPI_Iallreduce(const void* s, void* r, int n, MPI_Datatype t, MPI_Op op, MPI_Comm comm,
                    MPI_Request* request) {
   MpiAccess access;
   note_buffers("MPI_Iallreduce", s, bytes_of(n, t), r, bytes_of(n, t));
-  return PMPI_Iallreduce(s, r, n, t, op, comm, request);
+  const int error = PMPI_Iallreduce(s, r, n, t, op, comm, request);
+  note_start(*request, "MPI_Iallreduce", s, r, bytes_of(n, t));
+  return error;
 }
 
 int MPI_Isend(const void* data, int n, MPI_Datatype t, int to, int tag, MPI_Comm comm,
               MPI_Request* request) {
   MpiAccess access;
   note_buffers("MPI_Isend", data, bytes_of(n, t), MPI_IN_PLACE, 0);
-  return PMPI_Isend(data, n, t, to, tag, comm, request);
+  const int error = PMPI_Isend(data, n, t, to, tag, comm, request);
+  note_start(*request, "MPI_Isend", data, nullptr, 0);
+  return error;
 }
 
 int MPI_Irecv(void* data, int n, MPI_Datatype t, int from, int tag, MPI_Comm comm,
               MPI_Request* request) {
   MpiAccess access;
   note_buffers("MPI_Irecv", MPI_IN_PLACE, 0, data, bytes_of(n, t));
-  return PMPI_Irecv(data, n, t, from, tag, comm, request);
+  const int error = PMPI_Irecv(data, n, t, from, tag, comm, request);
+  note_start(*request, "MPI_Irecv", nullptr, data, bytes_of(n, t));
+  return error;
 }
 
 int MPI_Test(MPI_Request* request, int* done, MPI_Status* status) {
   MpiAccess access;
   step();
-  return PMPI_Test(request, done, status);
+  const MPI_Request tested = *request;
+  const int error = PMPI_Test(request, done, status);
+  if (*done)
+    note_completion({tested});
+  else
+    pause_between_polls();
+  return error;
 }
 
 int MPI_Testall(int n, MPI_Request* requests, int* done, MPI_Status* statuses) {
   MpiAccess access;
   step();
-  return PMPI_Testall(n, requests, done, statuses);
+  const std::vector<MPI_Request> tested(requests, requests + n);
+  const int error = PMPI_Testall(n, requests, done, statuses);
+  if (*done)
+    note_completion(tested);
+  else
+    pause_between_polls();
+  return error;
 }
 
 // --- point-to-point calls and waits
@@ -331,8 +419,10 @@ int MPI_Waitall(int n, MPI_Request* requests, MPI_Status* statuses) {
 int MPI_Waitany(int n, MPI_Request* requests, int* index, MPI_Status* status) {
   for (;;) {
     MpiAccess access;
+    const std::vector<MPI_Request> tested(requests, requests + n);
     int done = 0;
     const int error = PMPI_Testany(n, requests, index, &done, status);
+    if (done && *index != MPI_UNDEFINED) note_completion({tested[static_cast<size_t>(*index)]});
     if (error != MPI_SUCCESS || done) return error;
     step();
     pause_between_polls();

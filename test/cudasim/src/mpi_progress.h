@@ -7,6 +7,8 @@
 
 #include <mpi.h>
 
+#include <cstddef>
+
 namespace cudasim {
 
 // A duplicate of MPI_COMM_WORLD for the simulator; MPI_COMM_NULL without MPI.
@@ -16,5 +18,8 @@ MPI_Comm control_comm();
 int progress_until(MPI_Request* request, MPI_Status* status = MPI_STATUS_IGNORE);
 // Waits until all ranks of the communicator have come here; the device runs meanwhile.
 int progress_barrier(MPI_Comm comm);
+
+// Fails if the program still awaits [address, address + bytes), or a part of it, from MPI.
+void check_receives(const void* address, size_t bytes, const char* user);
 
 }  // namespace cudasim

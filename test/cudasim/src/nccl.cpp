@@ -7,11 +7,15 @@
 #include <cuda_runtime.h>
 #include <nccl.h>
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <climits>
+#include <cstdlib>
 #include <cstring>
 #include <map>
 #include <memory>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -33,8 +37,9 @@ struct ncclComm {
 
 struct ncclWindow_vidmem {
   ncclComm* comm;
-  void* base;
+  char* base;
   size_t bytes;
+  bool symmetric;
 };
 
 namespace cudasim {
@@ -54,6 +59,34 @@ struct Collective {
   ncclRedOp_t op;
   int root;
 };
+
+int64_t nccl_version() { return environment("CUDASIM_NCCL_VERSION", NCCL_VERSION_CODE); }
+
+int world_rank() {
+  int rank = 0;
+  if (control_comm() != MPI_COMM_NULL) PMPI_Comm_rank(control_comm(), &rank);
+  return rank;
+}
+
+std::set<ncclWindow_vidmem*>& windows() {
+  static auto* instance = new std::set<ncclWindow_vidmem*>;
+  return *instance;
+}
+
+std::set<const void*>& nccl_memory() {  // that ncclMemAlloc gave out
+  static auto* instance = new std::set<const void*>;
+  return *instance;
+}
+
+// Where an address lies in a symmetric window of the communicator: the same on all ranks, or what
+// NCCL does with it is undefined.
+std::string place_in_window(const ncclComm* comm, const char* address) {
+  for (const ncclWindow_vidmem* window : windows())
+    if (window->comm == comm && window->symmetric && address >= window->base &&
+        address < window->base + window->bytes)
+      return std::to_string(address - window->base);
+  return "no";
+}
 
 struct TypeInfo {
   ncclDataType_t type;
@@ -179,13 +212,21 @@ struct Header {
   char text[248];
 };
 
-std::string describe(const std::vector<Collective>& calls) {
+std::string describe(const ncclComm* comm, const std::vector<Collective>& calls) {
   std::string text;
   for (const Collective& c : calls)
     text += std::string(text.empty() ? "" : ", ") + KIND_NAMES[static_cast<int>(c.kind)] + " " +
             std::to_string(c.count) + " " + info_of(c.type).name + " op " + std::to_string(c.op) +
-            " root " + std::to_string(c.root);
+            " root " + std::to_string(c.root) + " window offsets " + place_in_window(comm, c.send) +
+            " " + place_in_window(comm, c.receive);
   return text;
+}
+
+// The process's n-th operation fails and never ends, on one rank or on all.
+bool failure_is_due() {
+  static int64_t started = 0;
+  const int64_t rank = environment("CUDASIM_NCCL_ERROR_RANK", -1);
+  return ++started == environment("CUDASIM_NCCL_ERROR", 0) && (rank < 0 || rank == world_rank());
 }
 
 class GroupOperation {
@@ -194,6 +235,7 @@ class GroupOperation {
       : comm_(comm), calls_(std::move(calls)) {}
 
   void start();
+  bool started() const { return started_; }
   bool poll();
 
  private:
@@ -216,7 +258,40 @@ class GroupOperation {
   Header mine_{};
   std::vector<Header> headers_;
   Phase phase_ = Phase::compare;
+  bool started_ = false;
 };
+
+// CUDASIM_NCCL_EXCLUSIVE: an operation takes the whole GPU until it ends, as kernels of NCCL may.
+// Then two ranks that start two communicators' operations in different orders wait for ever.
+class WholeDevice {
+ public:
+  static bool wanted() { return environment("CUDASIM_NCCL_EXCLUSIVE", 0) != 0; }
+
+  bool take(const GroupOperation* operation) {
+    if (!holder_) holder_ = operation;
+    return holder_ == operation;
+  }
+  void release(const GroupOperation* operation) {
+    if (holder_ == operation) holder_ = nullptr;
+  }
+
+ private:
+  const GroupOperation* holder_ = nullptr;
+};
+
+WholeDevice& whole_device() {
+  static auto* instance = new WholeDevice;
+  return *instance;
+}
+
+CommRef last_comm = nullptr;  // of the last operation that the host called
+
+// Launches in the order of the host's calls, whichever their communicator is.
+bool implicit_order() {
+  static const bool set =
+      nccl_version() >= NCCL_VERSION(2, 26, 0) && environment("NCCL_LAUNCH_ORDER_IMPLICIT", 0) == 1;
+  return set;
+}
 
 size_t GroupOperation::send_bytes(const Collective& c) const {
   const size_t chunk = c.count * info_of(c.type).bytes;
@@ -229,16 +304,17 @@ size_t GroupOperation::receive_bytes(const Collective& c) const {
 }
 
 void GroupOperation::start() {
-  static int64_t started = 0;
-  if (++started == environment("CUDASIM_NCCL_ERROR", 0)) {
-    comm_->async_error = ncclRemoteError;
+  started_ = true;
+  if (failure_is_due()) {
+    comm_->async_error =
+        environment("CUDASIM_NCCL_ERROR_RANK", -1) < 0 ? ncclRemoteError : ncclSystemError;
     phase_ = Phase::stalled;
     return;
   }
   for (const Collective& c : calls_)
     if (c.kind != Kind::broadcast || c.root == comm_->rank)
       track_operation_read(c.send, send_bytes(c));
-  const std::string text = describe(calls_);
+  const std::string text = describe(comm_, calls_);
   mine_.hash = std::hash<std::string>()(text);
   std::strncpy(mine_.text, text.c_str(), sizeof mine_.text - 1);
   headers_.assign(static_cast<size_t>(comm_->size), mine_);
@@ -259,6 +335,7 @@ bool GroupOperation::all_done() {
 
 bool GroupOperation::poll() {
   if (phase_ == Phase::stalled || !all_done()) return false;
+  open_device_memory();
   if (phase_ == Phase::compare) {
     compare_headers();
     start_moving();
@@ -345,17 +422,36 @@ void enqueue_group(CommRef comm, cudaStream_t stream, const std::vector<Collecti
   const std::string name = calls.size() == 1
                                ? std::string("nccl") + KIND_NAMES[static_cast<int>(calls[0].kind)]
                                : "NCCL group of " + std::to_string(calls.size());
-  const auto begin = [comm, calls]() -> Poll {
+  static const Chain launches = std::make_shared<OperationRef>();
+  const bool in_one_order = WholeDevice::wanted() && implicit_order();
+  const bool changes = WholeDevice::wanted() && !in_one_order && last_comm && last_comm != comm;
+  const OperationRef last = changes ? *last_comm->chain : nullptr;
+  const auto begin = [comm, calls, last]() -> Poll {
+    if (last && !ordered_before_running(last->id))
+      fail(
+          "NCCL: nothing orders this operation after \"%s\" of another communicator, which the "
+          "host "
+          "called before it: the ranks may start them in different orders and wait for ever",
+          last->name.c_str());
     auto operation = std::make_shared<GroupOperation>(comm, calls);
-    operation->start();
+    if (!WholeDevice::wanted()) operation->start();
     return [operation, comm] {
       // MPI may still write to the staging memory of an aborted operation: it is kept for ever.
       static std::vector<std::shared_ptr<GroupOperation>> abandoned;
       if (comm->aborted) abandoned.push_back(operation);
-      return comm->aborted || operation->poll();
+      bool done = comm->aborted;
+      if (!done && !operation->started()) {
+        if (!whole_device().take(operation.get())) return false;
+        operation->start();
+      }
+      done = done || operation->poll();
+      if (done) whole_device().release(operation.get());
+      return done;
     };
   };
-  enqueue(stream_of(stream, name.c_str()), name, begin, comm->chain);
+  enqueue(stream_of(stream, name.c_str()), name, begin, in_one_order ? launches : comm->chain);
+  if (in_one_order) *comm->chain = *launches;
+  last_comm = comm;
 }
 
 void flush_group() {
@@ -425,12 +521,6 @@ struct UniqueId {
 };
 constexpr char ID_MAGIC[8] = "cudasim";
 
-int world_rank() {
-  int rank = 0;
-  if (control_comm() != MPI_COMM_NULL) PMPI_Comm_rank(control_comm(), &rank);
-  return rank;
-}
-
 // Tells every member the world ranks of all, by way of the rank that made the id.
 std::vector<int> exchange_members(const UniqueId& id, int size, int rank) {
   const MPI_Comm control = control_comm();
@@ -480,7 +570,7 @@ using namespace cudasim;
 extern "C" {
 
 ncclResult_t ncclGetVersion(int* version) {
-  *version = NCCL_VERSION_CODE;
+  *version = static_cast<int>(nccl_version());
   return ncclSuccess;
 }
 
@@ -492,6 +582,8 @@ const char* ncclGetErrorString(ncclResult_t result) {
       return "remote process exited or there was a network error";
     case ncclInvalidArgument:
       return "invalid argument";
+    case ncclSystemError:
+      return "unhandled system error";
     case ncclInvalidUsage:
       return "invalid usage";
     case ncclInProgress:
@@ -566,14 +658,19 @@ ncclResult_t ncclCommFinalize(ncclComm_t comm) {
 // The MPI communicators are left to MPI_Finalize: freeing them is collective, this call is not.
 ncclResult_t ncclCommDestroy(ncclComm_t comm) {
   ApiCall call;
+  for (const ncclWindow_vidmem* window : windows())
+    if (window->comm == comm) fail("ncclCommDestroy of a communicator that still has windows");
   const OperationRef last = *comm->chain;
   if (last && !last->done && !comm->aborted) wait_for(last);
+  if (last_comm == comm) last_comm = nullptr;
   delete comm;
   return ncclSuccess;
 }
 
 // Operations that have not completed end without result. The object stays: they still refer to it.
 ncclResult_t ncclCommAbort(ncclComm_t comm) {
+  if (environment("CUDASIM_NCCL_ABORT_HANGS", 0) != 0)
+    for (;;) pause();
   ApiCall call;
   comm->aborted = true;
   return ncclSuccess;
@@ -604,10 +701,14 @@ ncclResult_t ncclCommCuDevice(ncclComm_t, int* device) {
 ncclResult_t ncclMemAlloc(void** pointer, size_t bytes) {
   ApiCall call;
   *pointer = allocate(Space::device, bytes, NCCL_WIN_REQUIRED_ALIGNMENT);
+  if (*pointer) nccl_memory().insert(*pointer);
   return *pointer ? ncclSuccess : ncclUnhandledCudaError;
 }
 
 ncclResult_t ncclMemFree(void* pointer) {
+  for (const ncclWindow_vidmem* window : windows())
+    if (window->base == pointer) fail("ncclMemFree of memory that is still a window");
+  if (nccl_memory().erase(pointer) == 0) fail("ncclMemFree: %p is not of ncclMemAlloc", pointer);
   return cudaFree(pointer) == cudaSuccess ? ncclSuccess : ncclUnhandledCudaError;
 }
 
@@ -619,6 +720,9 @@ ncclResult_t ncclCommWindowRegister(ncclComm_t comm, void* base, size_t bytes, n
     fail("ncclCommWindowRegister: %p is not aligned to %d bytes", base,
          NCCL_WIN_REQUIRED_ALIGNMENT);
   check_device_range(base, bytes, "ncclCommWindowRegister");
+  const Allocation* allocation = find_allocation(base);
+  if (nccl_memory().count(allocation->base) == 0)
+    fail("ncclCommWindowRegister: %p is not of ncclMemAlloc", base);
   if (comm->size > 1) {
     progress_barrier(comm->host);
     uint64_t range[2] = {bytes, ~uint64_t(bytes)};
@@ -627,12 +731,17 @@ ncclResult_t ncclCommWindowRegister(ncclComm_t comm, void* base, size_t bytes, n
       fail("ncclCommWindowRegister: the ranks register windows of %zu and %zu bytes",
            static_cast<size_t>(range[0]), static_cast<size_t>(~range[1]));
   }
-  *window = new ncclWindow_vidmem{comm, base, bytes};
+  *window = nullptr;  // as where the GPUs cannot map each other's memory
+  if (environment("CUDASIM_NCCL_WINDOWS", 1) == 0) return ncclSuccess;
+  *window = new ncclWindow_vidmem{comm, static_cast<char*>(base), bytes,
+                                  (flags & NCCL_WIN_COLL_SYMMETRIC) != 0};
+  windows().insert(*window);
   return ncclSuccess;
 }
 
 ncclResult_t ncclCommWindowDeregister(ncclComm_t comm, ncclWindow_t window) {
   if (window->comm != comm) return ncclInvalidArgument;
+  windows().erase(window);
   delete window;
   return ncclSuccess;
 }

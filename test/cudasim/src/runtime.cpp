@@ -10,6 +10,7 @@
 
 #include "block.h"
 #include "memory.h"
+#include "mpi_progress.h"
 #include "report.h"
 #include "scheduler.h"
 #include "shared_region.h"
@@ -103,6 +104,8 @@ struct Copy2D {
   size_t width, height;
 
   void run() const {
+    check_receives(from, from_bytes(), "a copy");
+    check_receives(to, to_bytes(), "a copy");
     for (size_t row = 0; row < height; ++row) {
       track_operation_read(from + row * from_pitch, width);
       track_operation_write(to + row * to_pitch, width);

@@ -1,6 +1,6 @@
 #include "scheduler.h"
 
-#include <sched.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cstdio>
@@ -44,7 +44,9 @@ class Scheduler {
     const size_t index = choose();
     OperationRef operation = ready_[index];
     if (!operation->started) start(*operation);
-    run_as(*operation, [&] { operation->done = !operation->poll || operation->poll(); });
+    running_here = operation.get();  // a poll that needs device memory opens it
+    operation->done = !operation->poll || operation->poll();
+    running_here = nullptr;
     if (operation->done) finish(operation);
     return true;
   }
@@ -99,6 +101,7 @@ class Scheduler {
 
   uint32_t next_sequence(int lane) { return ++sequences_[static_cast<size_t>(lane)]; }
   const OperationRecord& record(uint32_t id) const { return records_[id]; }
+  size_t pending() const { return pending_; }  // operations that are not done
 
   void note_wait(Operation& operation) {
     if (!operation.done && !operation.awaited) ++host_waits_;
@@ -223,8 +226,10 @@ void wait_for_all() { scheduler().wait_for_all(); }
 bool query(const OperationRef& operation) {
   if (operation && !operation->done) {
     scheduler().note_wait(*operation);
+    const size_t pending = scheduler().pending();
     for (uint32_t steps = 1 + random_below(64); steps > 0 && !operation->done && step();) --steps;
     run_some();
+    if (scheduler().pending() == pending) pause_between_polls();
   }
   if (operation && !operation->done) return false;
   wait_for(operation);
@@ -233,9 +238,10 @@ bool query(const OperationRef& operation) {
 
 int64_t host_waits() { return scheduler().host_waits(); }
 
+// Ranks may outnumber cores: one that only polls sleeps, so that the others get on.
 void pause_between_polls() {
   scheduler().mutex().unlock();
-  sched_yield();
+  usleep(50);
   scheduler().mutex().lock();
 }
 

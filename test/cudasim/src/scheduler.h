@@ -21,7 +21,8 @@ using Clock = std::vector<uint32_t>;
 constexpr int HOST_LANE = 0;
 void join(Clock& into, const Clock& from);
 
-// Starts an operation. An empty result: it is complete. Otherwise the result is polled until true.
+// Starts an operation, with device memory open. An empty result: it is complete. Otherwise the
+// result is polled until true, and opens device memory when it needs it.
 using Poll = std::function<bool()>;
 using Begin = std::function<Poll()>;
 
