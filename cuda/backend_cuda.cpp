@@ -15,4 +15,11 @@ Backend make_cuda_backend(int local_rank, int local_size, cuda::F32Products f32_
   return backend;
 }
 
+cuda::CudaDevice& gpu_of(Backend& backend) {
+  auto* device = dynamic_cast<cuda::CudaDevice*>(backend.device.get());
+  QS_CHECK(device, "this transport moves GPU memory, the backend's device is {}",
+           backend.device->name());
+  return *device;
+}
+
 }  // namespace qshard

@@ -126,7 +126,9 @@ CudaDevice::CudaDevice(int ordinal) : ordinal_(with_device(ordinal)) {
   pci_bus_id_ = id;
 }
 
+// After an exception a stream may wait for an operation that never ends.
 CudaDevice::~CudaDevice() {
+  if (std::uncaught_exceptions() > 0) return;
   cudaStreamSynchronize(stream_);
   cudaStreamSynchronize(downloads_);
 }

@@ -2,13 +2,18 @@
 
 #include <nccl.h>
 
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstdlib>
 #include <cstring>
 #include <exception>
 #include <map>
+#include <thread>
 
 #include "comm/private_collectives.h"
+#include "cuda/backend_cuda.h"
 #include "cuda/check_cuda.h"
-#include "cuda/device_cuda.h"
 
 namespace qshard {
 namespace {
@@ -37,74 +42,195 @@ ncclDataType_t nccl_type(DType dtype) {
   }
 }
 
-std::string nccl_version() {
+// --- versions
+
+constexpr int kOrdersLaunches = NCCL_VERSION(2, 26, 0);
+constexpr int kHasWindows = NCCL_VERSION(2, 27, 0);
+constexpr int kHasCopyEngine = NCCL_VERSION(2, 28, 0);
+
+int nccl_version() {
   int version = 0;
   check_nccl(ncclGetVersion(&version), nullptr, "ncclGetVersion");
+  return version;
+}
+
+std::string version_text(int version) {
   return fmt::format("{}.{}.{}", version / 10000, version % 10000 / 100, version % 100);
 }
+
+void require_version_for(const std::string& buffers) {
+  const int needed = buffers == "copy-engine" ? kHasCopyEngine
+                     : buffers == "windows"   ? kHasWindows
+                                              : 0;
+  if (std::min(NCCL_VERSION_CODE, nccl_version()) < needed)
+    fail_usage(
+        "comm.nccl_buffers {} needs NCCL {}: this program was built with {} and runs with {}; "
+        "`plain` needs neither",
+        buffers, version_text(needed), version_text(NCCL_VERSION_CODE),
+        version_text(nccl_version()));
+}
+
+// GPU memory that NCCL can map into the other ranks' GPUs.
+class NcclMemory final : public Device {
+ public:
+  explicit NcclMemory(CudaDevice& gpu) : gpu_(gpu) {}
+  std::string name() const override { return gpu_.name() + " by ncclMemAlloc"; }
+  void* allocate(size_t bytes) override;
+  void release(void* data, size_t) noexcept override {
+    if (data && std::uncaught_exceptions() == 0) ncclMemFree(data);
+  }
+  void copy(void* to, const void* from, size_t bytes) override { gpu_.copy(to, from, bytes); }
+  void zero(void* data, size_t bytes) override { gpu_.zero(data, bytes); }
+  // Adds what is held here to what the GPU holds, or takes it away.
+  void account_on_gpu(int64_t sign) {
+    for (Segment segment :
+         {Segment::shards, Segment::params, Segment::gradients, Segment::communication})
+      gpu_.account(segment, sign * bytes_held(segment));
+  }
+
+ private:
+  CudaDevice& gpu_;
+};
+
+void* NcclMemory::allocate(size_t bytes) {
+  if (bytes == 0) return nullptr;
+  void* data = nullptr;
+  if (ncclMemAlloc(&data, bytes) != ncclSuccess) return nullptr;
+  gpu_.zero(data, bytes);
+  gpu_.synchronize();  // zero for every stream
+  return data;
+}
+
+// --- communicators
+
+// See [Note: Order of the communicators].
+class LaunchOrder {
+ public:
+  LaunchOrder() : chained_(nccl_version() < kOrdersLaunches) {
+    if (!chained_) setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "1", 1);
+  }
+  void before(cudaStream_t stream) const {
+    if (chained_) last_.make_wait(stream);
+  }
+  void after(cudaStream_t stream) {
+    if (chained_) last_.record(stream);
+  }
+
+ private:
+  bool chained_;
+  Event last_;
+};
 
 // A communicator of all ranks and the stream on which its operations run, in the order of the
 // calls.
 class Channel {
  public:
-  explicit Channel(const World& world);  // collective
-  ~Channel();
+  // Collective. copy_engine: operations take no multiprocessor where NCCL can do without.
+  Channel(const World& world, LaunchOrder& order, bool copy_engine);
+  ~Channel();  // does nothing after an exception: see abort_all()
   Channel(const Channel&) = delete;
   Channel& operator=(const Channel&) = delete;
 
   ncclComm_t comm() const { return comm_; }
   cudaStream_t stream() const { return stream_; }
   void check(ncclResult_t status, const char* call) const { check_nccl(status, comm_, call); }
+  // Registers them symmetrically: a call has its buffers at the same place in them on all ranks.
+  // Collective, in the same order on all ranks.
+  void add_windows(const std::vector<Tensor>& buffers);
   // One group of calls: calls(piece) for each piece that has elements.
   template <typename Call>
-  void group(const UnitSpec& spec, const char* name, Call call) const;
+  void group(const UnitSpec& spec, const char* name, Call call);
   // Throws when an operation failed since it was started.
   void poll() const;
 
  private:
+  const int rank_;
+  LaunchOrder& order_;
   Stream stream_{Stream::Priority::high};
   ncclComm_t comm_ = nullptr;
+#if NCCL_VERSION_CODE >= NCCL_VERSION(2, 27, 0)
+  std::vector<ncclWindow_t> windows_;
+#endif
 };
 
-Channel::Channel(const World& world) {
+Channel::Channel(const World& world, LaunchOrder& order, [[maybe_unused]] bool copy_engine)
+    : rank_(world.rank()), order_(order) {
   ncclUniqueId id{};
   collectively(world, [&] {
     if (world.rank() == 0) check_nccl(ncclGetUniqueId(&id), nullptr, "ncclGetUniqueId");
   });
   const std::string bytes = world.broadcast(std::string(id.internal, sizeof id.internal), 0);
   std::memcpy(id.internal, bytes.data(), sizeof id.internal);
-  check_nccl(ncclCommInitRank(&comm_, world.size(), id, world.rank()), nullptr, "ncclCommInitRank");
+  ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+#if NCCL_VERSION_CODE >= NCCL_VERSION(2, 28, 0)
+  if (copy_engine) config.CTAPolicy = NCCL_CTA_POLICY_ZERO;
+#endif
+  check_nccl(ncclCommInitRankConfig(&comm_, world.size(), id, world.rank(), &config), nullptr,
+             "ncclCommInitRankConfig");
 }
 
 Channel::~Channel() {
-  if (!comm_) return;
-  if (std::uncaught_exceptions() > 0) {
-    ncclCommAbort(comm_);
-    return;
-  }
+  if (std::uncaught_exceptions() > 0) return;
+  cudaStreamSynchronize(stream_);
+#if NCCL_VERSION_CODE >= NCCL_VERSION(2, 27, 0)
+  for (ncclWindow_t window : windows_) ncclCommWindowDeregister(comm_, window);
+#endif
   ncclCommFinalize(comm_);
   ncclCommDestroy(comm_);
 }
 
+void Channel::add_windows([[maybe_unused]] const std::vector<Tensor>& buffers) {
+#if NCCL_VERSION_CODE >= NCCL_VERSION(2, 27, 0)
+  for (const Tensor& buffer : buffers) {
+    if (buffer.bytes() == 0) continue;
+    ncclWindow_t window = nullptr;
+    check(ncclCommWindowRegister(comm_, buffer.data, buffer.bytes(), &window,
+                                 NCCL_WIN_COLL_SYMMETRIC),
+          "ncclCommWindowRegister");
+    if (!window)
+      throw AgreedError(
+          "NCCL registers no symmetric windows on these GPUs (NCCL_DEBUG=INFO says why): use "
+          "comm.nccl_buffers plain",
+          kExitUsage);
+    windows_.push_back(window);
+  }
+#endif
+}
+
 template <typename Call>
-void Channel::group(const UnitSpec& spec, const char* name, Call call) const {
+void Channel::group(const UnitSpec& spec, const char* name, Call call) {
+  order_.before(stream_);
   check(ncclGroupStart(), "ncclGroupStart");
   for (size_t p = 0; p < spec.pieces.size(); ++p)
     if (spec.pieces[p].count > 0) check(call(static_cast<int>(p)), name);
   check(ncclGroupEnd(), name);
+  order_.after(stream_);
 }
 
 void Channel::poll() const {
   ncclResult_t status = ncclSuccess;
   check(ncclCommGetAsyncError(comm_, &status), "ncclCommGetAsyncError");
-  if (status != ncclInProgress) check(status, "an earlier operation of NCCL");
+  if (status == ncclInProgress) return;
+  // Another rank is gone. It, or what started it, says why and ends the job; this rank speaks only
+  // if nobody does, and before the ranks after it.
+  if (status == ncclRemoteError)
+    std::this_thread::sleep_for(std::chrono::milliseconds(2000 + 100 * std::min(rank_, 50)));
+  check(status, "an earlier operation of NCCL");
 }
 
-CudaDevice& gpu_of(Backend& backend) {
-  auto* device = dynamic_cast<CudaDevice*>(backend.device.get());
-  QS_CHECK(device, "transport nccl moves GPU memory, the backend's device is {}",
-           backend.device->name());
-  return *device;
+// Ends the operations that wait for other ranks. NCCL frees memory as it aborts, which waits for
+// the kernels of the other communicator: so all abort at once. What does not end in time, as where
+// another rank is gone in the middle of a hand-shake, goes with the process.
+void abort_all(const std::vector<ncclComm_t>& comms, const CudaDevice& device) {
+  const auto left = std::make_shared<std::atomic<size_t>>(comms.size());
+  for (ncclComm_t comm : comms)
+    std::thread([comm, left, ordinal = device.ordinal()] {
+      cudaSetDevice(ordinal);
+      ncclCommAbort(comm);
+      --*left;
+    }).detach();
+  for (int i = 0; i < 300 && *left > 0; ++i)
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
 }
 
 // NCCL only hangs or reports an internal error when two ranks have one GPU.
@@ -127,9 +253,11 @@ void require_distinct_gpus(const World& world, const CudaDevice& device) {
 
 class NcclCollectives final : public PrivateCollectives {
  public:
-  NcclCollectives(World& world, Backend& backend, int full_buffers);
+  // memory: null for plain buffers.
+  NcclCollectives(World& world, Backend& backend, int full_buffers, const std::string& buffers,
+                  std::shared_ptr<NcclMemory> memory);
   ~NcclCollectives() override;
-  std::string name() const override { return "nccl (NCCL " + nccl_version() + ")"; }
+  std::string name() const override;
 
  private:
   struct Slot {
@@ -151,29 +279,46 @@ class NcclCollectives final : public PrivateCollectives {
   }
 
   CudaDevice& device_;
+  const std::shared_ptr<NcclMemory> memory_;
+  const std::string buffers_;
   std::vector<Event> published_, gathered_;  // [unit] in the compute and the gather stream
   std::vector<Event> last_use_;              // [full buffer] in the compute stream
   std::vector<Slot> slots_;
+  LaunchOrder order_;
   std::unique_ptr<Channel> gathers_, reductions_;
 };
 
-NcclCollectives::NcclCollectives(World& world, Backend& backend, int full_buffers)
-    : PrivateCollectives("nccl", world, backend, *backend.device, full_buffers, 1),
-      device_(gpu_of(backend)) {
+NcclCollectives::NcclCollectives(World& world, Backend& backend, int full_buffers,
+                                 const std::string& buffers, std::shared_ptr<NcclMemory> memory)
+    : PrivateCollectives("nccl", world, backend, full_buffers, 1, memory),
+      device_(gpu_of(backend)),
+      memory_(std::move(memory)),
+      buffers_(buffers) {
   device_.make_current();
+  collectively(world, [&] { require_version_for(buffers); });
   require_distinct_gpus(world, device_);
-  gathers_ = std::make_unique<Channel>(world);
-  reductions_ = std::make_unique<Channel>(world);
+  gathers_ = std::make_unique<Channel>(world, order_, buffers == "copy-engine");
+  reductions_ = std::make_unique<Channel>(world, order_, false);
   device_.watch([this] { poll(); });
 }
 
-// The channels first: the compute stream may wait for an operation that ends only when aborted.
-// Then what still uses the buffers in the compute stream.
+// The channels first, then what still uses the buffers in the compute stream.
 NcclCollectives::~NcclCollectives() {
   device_.watch(nullptr);
+  if (memory_) memory_->account_on_gpu(-1);
+  if (std::uncaught_exceptions() > 0) {
+    abort_all({gathers_->comm(), reductions_->comm()}, device_);
+    return;
+  }
   reductions_.reset();
   gathers_.reset();
   cudaStreamSynchronize(device_.stream());
+}
+
+std::string NcclCollectives::name() const {
+  std::string kind = memory_ ? "buffers in symmetric windows" : "buffers of cudaMalloc";
+  if (buffers_ == "copy-engine") kind += ", gathers without CTAs where NCCL can";
+  return fmt::format("nccl (NCCL {}, {})", version_text(nccl_version()), kind);
 }
 
 void NcclCollectives::allocated() {
@@ -181,6 +326,10 @@ void NcclCollectives::allocated() {
   gathered_.resize(table().size());
   last_use_.resize(full_count());
   slots_.resize(slot_count());
+  if (!memory_) return;
+  memory_->account_on_gpu(+1);
+  gathers_->add_windows(gather_buffers());
+  reductions_->add_windows(reduce_buffers());
 }
 
 void NcclCollectives::start_gather(int unit, int full) {
@@ -220,9 +369,11 @@ void NcclCollectives::wait_reduce(int, int slot) {
 
 }  // namespace
 
-std::unique_ptr<Collectives> make_nccl_collectives(World& world, Backend& backend,
-                                                   int full_buffers) {
-  return std::make_unique<NcclCollectives>(world, backend, full_buffers);
+std::unique_ptr<Collectives> make_nccl_collectives(World& world, Backend& backend, int full_buffers,
+                                                   const std::string& buffers) {
+  std::shared_ptr<NcclMemory> memory;
+  if (buffers != "plain") memory = std::make_shared<NcclMemory>(gpu_of(backend));
+  return std::make_unique<NcclCollectives>(world, backend, full_buffers, buffers, memory);
 }
 
 }  // namespace qshard

@@ -12,22 +12,37 @@
 // gradient slot is used again only after reduce_wait of its holder. What gather_wait and
 // grad_buffer return, and `dst`, belong to the compute stream.
 //
+// [Note: Order of the communicators] A kernel of NCCL holds its multiprocessors until the other
+// ranks' kernels have come. If one rank runs the gather first and another the reduction, and
+// neither finds room for the second, both wait for ever. So the two communicators' operations must
+// start in one order on all ranks: that of the calls, which is the same everywhere, since one
+// thread makes them and Prefetch has no branch that depends on time. NCCL 2.26 and newer starts
+// kernels in that order when NCCL_LAUNCH_ORDER_IMPLICIT is set before its first launch, as it is
+// here; with an older one each operation waits for the end of the last one, whichever its
+// communicator was.
+//
 // Sums are NCCL's: repeatable on the same machine, but not in rank order, and with a reduce_dtype
 // of bf16 rounded to it after each rank's addition.
 #pragma once
 
 #include <memory>
+#include <string>
 
 #include "comm/collectives.h"
 
 namespace qshard {
 
 // `backend`: made by make_cuda_backend(). `full_buffers` as in make_collectives(). Collective;
-// throws on every rank when two ranks share a GPU. An asynchronous NCCL error, such as a lost
-// connection, is thrown by the next wait, also by that of the device for the compute stream; after
-// an exception the communicators are aborted, so that leaving does not wait for ranks that may be
-// gone.
-std::unique_ptr<Collectives> make_nccl_collectives(World& world, Backend& backend,
-                                                   int full_buffers);
+// throws on every rank when two ranks share a GPU, or NCCL is too old for `buffers`:
+//   plain        cudaMalloc
+//   windows      ncclMemAlloc, registered as symmetric windows (NCCL 2.27)
+//   copy-engine  the same, and gathers on a communicator with the zero-CTA policy, which takes no
+//                multiprocessor where NCCL can do without (NCCL 2.28 inside NVLink's reach)
+//
+// An asynchronous NCCL error, such as a lost connection, is thrown by the next wait, also by that
+// of the device for the compute stream. After an exception the communicators are aborted, so that
+// leaving does not wait for ranks that may be gone.
+std::unique_ptr<Collectives> make_nccl_collectives(World& world, Backend& backend, int full_buffers,
+                                                   const std::string& buffers);
 
 }  // namespace qshard

@@ -5,6 +5,7 @@
 #include <string>
 
 #include "comm/collectives.h"
+#include "comm/transport_options.h"
 #include "comm/world.h"
 #include "device/ops.h"
 
@@ -14,12 +15,13 @@ namespace qshard {
 // Collective: an error on any rank is thrown on all.
 Backend make_backend(const std::string& name, const World& world);
 
-// The transport for "auto", otherwise `transport` itself: shm (for auto) and mpi go with the
-// backend cpu, nccl with cuda. Another pair is a usage error.
-std::string choose_transport(const std::string& transport, const std::string& backend);
+// The options with the transport that "auto" stands for: shm (for auto) and mpi go with the backend
+// cpu, nccl (for auto) and mpi-cuda with cuda. Another pair, or an option of another transport, is a
+// usage error.
+TransportOptions choose_transport(TransportOptions options, const std::string& backend);
 
-// transport: as for choose_transport(); `full_buffers` as in make_collectives(). Collective.
-std::unique_ptr<Collectives> make_transport(const std::string& transport, World& world,
+// options: as for choose_transport(); `full_buffers` as in make_collectives(). Collective.
+std::unique_ptr<Collectives> make_transport(const TransportOptions& options, World& world,
                                             Backend& backend, int full_buffers);
 
 }  // namespace qshard

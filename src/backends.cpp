@@ -4,6 +4,7 @@
 #if HAVE_CUDA
 #include "cuda/backend_cuda.h"
 #include "cuda/device_cuda.h"
+#include "cuda/mpi_cuda_collectives.h"
 #include "cuda/nccl_collectives.h"
 #endif
 
@@ -38,24 +39,37 @@ Backend make_backend(const std::string& name, const World& world) {
   return backend;
 }
 
-std::string choose_transport(const std::string& transport, const std::string& backend) {
+TransportOptions choose_transport(TransportOptions options, const std::string& backend) {
   const bool gpu = backend == "cuda";
-  if (transport == "auto") return gpu ? "nccl" : "shm";
-  if (gpu && transport != "nccl")
-    fail_usage("transport {} moves memory of the CPU: backend cuda goes with nccl", transport);
-  if (!gpu && transport == "nccl")
+  std::string& name = options.name;
+  if (name == "auto") name = gpu ? "nccl" : "shm";
+  const bool of_gpus = name == "nccl" || name == "mpi-cuda";
+  if (gpu && !of_gpus)
+    fail_usage("transport {} moves memory of the CPU: backend cuda goes with nccl or mpi-cuda",
+               name);
+  if (!gpu && of_gpus)
     fail_usage(
-        "transport nccl moves memory of GPUs: it needs backend cuda, of a build by `make CUDA=1`");
-  return transport;
+        "transport {} moves memory of GPUs: it needs backend cuda, of a build by `make CUDA=1`",
+        name);
+  if (options.nccl_buffers != "plain" && name != "nccl")
+    fail_usage("comm.nccl_buffers {} goes with the transport nccl, found {}", options.nccl_buffers,
+               name);
+  if (options.mpi_memory != "auto" && name != "mpi-cuda")
+    fail_usage("comm.mpi_memory {} goes with the transport mpi-cuda, found {}", options.mpi_memory,
+               name);
+  return options;
 }
 
-std::unique_ptr<Collectives> make_transport(const std::string& transport, World& world,
+std::unique_ptr<Collectives> make_transport(const TransportOptions& options, World& world,
                                             Backend& backend, int full_buffers) {
-  const std::string chosen = choose_transport(transport, on_gpu(backend) ? "cuda" : "cpu");
+  const TransportOptions chosen = choose_transport(options, on_gpu(backend) ? "cuda" : "cpu");
 #if HAVE_CUDA
-  if (chosen == "nccl") return make_nccl_collectives(world, backend, full_buffers);
+  if (chosen.name == "nccl")
+    return make_nccl_collectives(world, backend, full_buffers, chosen.nccl_buffers);
+  if (chosen.name == "mpi-cuda")
+    return make_mpi_cuda_collectives(world, backend, full_buffers, chosen.mpi_memory);
 #endif
-  return make_collectives(chosen, world, backend, full_buffers);
+  return make_collectives(chosen.name, world, backend, full_buffers);
 }
 
 }  // namespace qshard

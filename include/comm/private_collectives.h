@@ -8,6 +8,7 @@
 #pragma once
 
 #include <deque>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -30,9 +31,10 @@ class PrivateCollectives : public Collectives {
   void reduce_wait(int unit, std::span<const Tensor> dst, float scale, bool accumulate) final;
 
  protected:
-  // Buffers come from `memory`, which outlives this. received_parts: parts that received() holds.
-  PrivateCollectives(std::string transport, const World& world, Backend& backend, Device& memory,
-                     int full_buffers, int received_parts);
+  // received_parts: parts that received() holds. Buffers come from `memory` or, without one, from
+  // the backend's device.
+  PrivateCollectives(std::string transport, const World& world, Backend& backend, int full_buffers,
+                     int received_parts, std::shared_ptr<Device> memory = nullptr);
 
   const UnitTable& table() const { return table_; }
   int full_count() const { return static_cast<int>(full_.size()); }
@@ -72,7 +74,7 @@ class PrivateCollectives : public Collectives {
   int take_full_buffer(int unit);
 
   UnitTable table_;
-  Device& memory_;
+  const std::shared_ptr<Device> memory_;
   const std::string transport_;
   const int full_buffers_, received_parts_;
   std::vector<Unit> units_;

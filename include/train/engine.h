@@ -11,6 +11,7 @@
 #include <memory>
 #include <vector>
 
+#include "comm/transport_options.h"
 #include "model/qwen3_model.h"
 #include "train/adamw.h"
 
@@ -27,7 +28,7 @@ class Engine {
  public:
   // B sequences of T tokens a rank and micro-batch. Collective.
   Engine(const Qwen3Config& config, const FsdpOptions& fsdp, const AdamWOptions& adamw,
-         const std::string& transport, int64_t B, int64_t T, World& world, Backend& backend);
+         const TransportOptions& transport, int64_t B, int64_t T, World& world, Backend& backend);
   // With a transport for fsdp.prefetch + 1 full buffers that the caller has made.
   Engine(const Qwen3Config& config, const FsdpOptions& fsdp, const AdamWOptions& adamw,
          std::unique_ptr<Collectives> transport, int64_t B, int64_t T, World& world,

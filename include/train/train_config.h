@@ -4,6 +4,7 @@
 #include <string>
 
 #include "base/config.h"
+#include "comm/transport_options.h"
 #include "fsdp/unit.h"
 #include "model/qwen3_config.h"
 #include "train/adamw.h"
@@ -46,7 +47,8 @@ struct TrainConfig {
   ScheduleOptions schedule;
   FsdpOptions fsdp;
   CheckpointOptions checkpoint;
-  std::string transport = "auto", backend = "cpu";
+  TransportOptions transport;
+  std::string backend = "cpu";
 
   // Where a run begins, from the command line.
   std::string resume = "none";  // none, auto (newest in train.out, if any), or a checkpoint or folder

@@ -11,7 +11,8 @@ namespace qshard {
 
 struct VerifyOptions {
   std::string folder, out;
-  std::string param_dtype = "f32", reduce_dtype = "f32", transport = "auto";
+  std::string param_dtype = "f32", reduce_dtype = "f32";
+  TransportOptions transport;
   bool ranks_any = false;
   bool reshard_after_forward = true, reduce_every_microbatch = true;
   int prefetch = 1;
@@ -28,6 +29,7 @@ struct VerifyRow {
 
 struct VerifyReport {
   std::vector<VerifyRow> rows;  // on rank 0
+  std::string transport;        // as Collectives::name() has it
   bool ok = false;              // on every rank
 };
 

@@ -25,6 +25,7 @@ int run_verify(VerifyOptions& options, const std::string& backend_name, World& w
   Backend backend = make_backend(backend_name, world);
   const VerifyReport report = verify_reference(options, world, backend);
   if (world.rank() != 0) return report.ok ? kExitDone : kExitFailed;
+  fmt::print("transport {}\n", report.transport);
   fmt::print("{:<14} {:>10} {:>10} {:>10}  {}\n", "quantity", "error", "PyTorch's", "limit", "ok");
   for (const VerifyRow& row : report.rows)
     fmt::print("{:<14} {:>10.2e} {:>10.2e} {:>10.2e}  {}\n", row.quantity, row.error, row.pytorch, row.limit,
@@ -45,13 +46,21 @@ void add_verify(CLI::App& app, Command& run) {
   sub->footer(kFooter);
   sub->add_option("--reference", options->folder, "folder of the case")->required();
   const CLI::IsMember param_dtypes({"f32", "bf16", "fp16"}), dtypes({"f32", "bf16"});
-  const CLI::IsMember transports({"auto", "shm", "mpi", "nccl"}), backends({"cpu", "cuda"});
+  const CLI::IsMember transports({"auto", "shm", "mpi", "nccl", "mpi-cuda"}), backends({"cpu", "cuda"});
+  const CLI::IsMember nccl_buffers({"plain", "windows", "copy-engine"}), mpi_memory({"auto", "device", "pinned"});
   sub->add_option("--param-dtype", options->param_dtype, "f32 or bf16; on GPUs also fp16")
       ->check(param_dtypes)
       ->capture_default_str();
   sub->add_option("--reduce-dtype", options->reduce_dtype, "f32 or bf16")->check(dtypes)->capture_default_str();
-  sub->add_option("--transport", options->transport, "shm or mpi on the CPU, nccl on GPUs; auto: shm or nccl")
+  sub->add_option("--transport", options->transport.name,
+                  "shm or mpi on the CPU, nccl or mpi-cuda on GPUs; auto: shm or nccl")
       ->check(transports)
+      ->capture_default_str();
+  sub->add_option("--nccl-buffers", options->transport.nccl_buffers, "comm.nccl_buffers of `qshard train`")
+      ->check(nccl_buffers)
+      ->capture_default_str();
+  sub->add_option("--mpi-memory", options->transport.mpi_memory, "comm.mpi_memory of `qshard train`")
+      ->check(mpi_memory)
       ->capture_default_str();
   sub->add_option("--backend", *backend, "cpu, or cuda in a build by `make CUDA=1`")
       ->check(backends)

@@ -64,7 +64,7 @@ void choose_numbers(WalkthroughCommand& c, const World& world) {
     fail_usage("--topic {} is text: use --format text or md, without --html", c.topic);
   o.fsdp.param_dtype = parse_dtype(c.param_dtype);
   o.fsdp.reduce_dtype = parse_dtype(c.reduce_dtype);
-  o.transport = choose_transport(c.transport, o.backend);
+  o.transport = choose_transport(c.transport, o.backend).name;
   if (o.layer >= o.config.num_hidden_layers)
     fail_usage("--layer {}: the model has layers 0 to {}", o.layer, o.config.num_hidden_layers - 1);
   if (o.rank >= world.size())

@@ -45,7 +45,7 @@ class MpiCollectives final : public PrivateCollectives {
 };
 
 MpiCollectives::MpiCollectives(World& world, Backend& backend, int full_buffers)
-    : PrivateCollectives("mpi", world, backend, *backend.device, full_buffers, world.size()),
+    : PrivateCollectives("mpi", world, backend, full_buffers, world.size()),
       world_(world),
       gather_comm_(duplicate(world.comm())),
       reduce_comm_(duplicate(world.comm())),

@@ -14,12 +14,13 @@ bool rounds(const UnitSpec& spec) { return spec.reduce_dtype == DType::bf16; }
 }  // namespace
 
 PrivateCollectives::PrivateCollectives(std::string transport, const World& world, Backend& backend,
-                                       Device& memory, int full_buffers, int received_parts)
+                                       int full_buffers, int received_parts,
+                                       std::shared_ptr<Device> memory)
     : backend_(backend),
       rank_(world.rank()),
       ranks_(world.size()),
       table_(transport, world.size()),
-      memory_(memory),
+      memory_(std::move(memory)),
       transport_(std::move(transport)),
       full_buffers_(full_buffers),
       received_parts_(received_parts) {
@@ -30,16 +31,17 @@ PrivateCollectives::PrivateCollectives(std::string transport, const World& world
 
 void PrivateCollectives::finish_setup() {
   table_.finish();
+  Device& memory = memory_ ? *memory_ : *backend_.device;
   int64_t pooled_bytes = 0;
   const auto add_full = [&](int64_t bytes, const std::string& name) {
-    full_.emplace_back(memory_, DType::u8, Shape{bytes}, Segment::params, name);
+    full_.emplace_back(memory, DType::u8, Shape{bytes}, Segment::params, name);
     return static_cast<int>(full_.size()) - 1;
   };
   for (int u = 0; u < table_.size(); ++u) {
     const UnitSpec& spec = table_.spec(u);
     const int64_t bytes = bytes_of(spec.elements, spec.param_dtype);
     Unit& unit = units_.emplace_back();
-    unit.shard = Buffer(memory_, spec.param_dtype, {table_.packed_elements(u)}, Segment::shards,
+    unit.shard = Buffer(memory, spec.param_dtype, {table_.packed_elements(u)}, Segment::shards,
                         spec.name + " shard");
     if (spec.own_full_buffer)
       unit.full = add_full(bytes, spec.name);
@@ -50,10 +52,10 @@ void PrivateCollectives::finish_setup() {
     free_.push_back(add_full(pooled_bytes, "pooled unit"));
   for (const GradSlot& slot : table_.slots()) {
     Slot& s = slots_.emplace_back();
-    s.sum = Buffer(memory_, DType::f32, {slot.elements}, Segment::gradients, "unit gradient");
-    s.rounded = Buffer(memory_, DType::bf16, {slot.rounded_elements}, Segment::gradients,
+    s.sum = Buffer(memory, DType::f32, {slot.elements}, Segment::gradients, "unit gradient");
+    s.rounded = Buffer(memory, DType::bf16, {slot.rounded_elements}, Segment::gradients,
                        "rounded unit gradient");
-    s.received = Buffer(memory_, DType::u8, {slot.packed_bytes * received_parts_},
+    s.received = Buffer(memory, DType::u8, {slot.packed_bytes * received_parts_},
                         Segment::communication, "received gradient rows");
   }
   allocated();

@@ -17,7 +17,7 @@ int lowest_rank(const World& world, bool yes) {
 }  // namespace
 
 Engine::Engine(const Qwen3Config& config, const FsdpOptions& fsdp, const AdamWOptions& adamw,
-               const std::string& transport, int64_t B, int64_t T, World& world, Backend& backend)
+               const TransportOptions& transport, int64_t B, int64_t T, World& world, Backend& backend)
     : Engine(config, fsdp, adamw, make_transport(transport, world, backend, fsdp.prefetch + 1), B, T,
              world, backend) {}
 

@@ -119,8 +119,15 @@ void TrainConfig::describe(OptionTable& t) {
   t.add("checkpoint.hints", checkpoint.save.hints, "MPI-IO hints, striping_factor=8,striping_unit=4194304");
 
   t.section("comm", "what moves between ranks");
-  t.add("comm.transport", transport, "shm: shared memory in a node; mpi: plain MPI calls; nccl: GPUs; auto: shm or nccl")
-      .one_of({"auto", "shm", "mpi", "nccl"});
+  t.add("comm.transport", transport.name,
+        "shm: shared memory in a node; mpi: plain MPI calls; nccl, mpi-cuda: GPUs; auto: shm or nccl")
+      .one_of({"auto", "shm", "mpi", "nccl", "mpi-cuda"});
+  t.add("comm.nccl_buffers", transport.nccl_buffers,
+        "nccl: windows registers them symmetrically; copy-engine: and gathers take no multiprocessor where NCCL can")
+      .one_of({"plain", "windows", "copy-engine"});
+  t.add("comm.mpi_memory", transport.mpi_memory,
+        "mpi-cuda: what MPI gets, GPU memory or pinned copies; auto: as the MPI library says it can")
+      .one_of({"auto", "device", "pinned"});
   t.section("device", "what computes");
   t.add("device.backend", backend, "what runs the operators; cuda needs a build by `make CUDA=1`").one_of({"cpu", "cuda"});
 }

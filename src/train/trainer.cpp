@@ -60,6 +60,7 @@ Trainer::Trainer(TrainConfig config, const nlohmann::json& settings, const std::
   print_start(table);
 
   make_engine();
+  say("transport   {}", engine_->collectives().name());
   checkpointer_ = std::make_unique<Checkpointer>(config_.checkpoint, config_.checkpoint_folder(), world_, backend_,
                                                  engine_->model());
   if (!checkpoint_.empty())
@@ -262,9 +263,9 @@ void Trainer::print_start(const std::string& table) {
   say("step        {} sequences = {} ranks × {} micro-batches × {} sequences of {} tokens", t.global_batch,
              world_.size(), config_.accumulation(world_.size()), t.micro_batch, t.seq);
   say("numbers     parameters {}, gradients reduced as {}, sums and master weights f32", t.param_dtype, t.reduce_dtype);
-  say("ranks       {} on {} node(s), {}, {} thread(s) a rank, {}, transport {}", world_.size(), world_.nodes(),
+  say("ranks       {} on {} node(s), {}, {} thread(s) a rank, {}", world_.size(), world_.nodes(),
              backend_.device->name(), world_.threads_per_rank(),
-             fmt::format("{}, {}", world_.mpi_version(), hdf5_version()), config_.transport);
+             fmt::format("{}, {}", world_.mpi_version(), hdf5_version()));
   if (world_.cpus() < world_.node_size())
     say("warning     {} cpu(s) for {} ranks on this node: ranks take turns", world_.cpus(), world_.node_size());
   for (const std::string& rank : ranks)

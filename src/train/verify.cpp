@@ -252,6 +252,7 @@ VerifyReport verify_reference(const VerifyOptions& options, World& world, Backen
   const json results = replay(c, engine, world, out, grad_scale);
 
   VerifyReport report;
+  report.transport = engine.collectives().name();
   collectively(world, [&] {
     if (world.rank() != 0) return;
     report.rows = reading_train_json(options, [&] { return compare(options, c, results, out); });

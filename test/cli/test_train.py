@@ -147,7 +147,7 @@ def test_start_log_says_what_runs(tmp):
     result = runs.train(tmp, 4, train__steps=1, train__param_dtype="bf16")
     cli.expect(result, out="parameters bf16, gradients reduced as f32")
     assert "12 sequences = 4 ranks × 1 micro-batches × 3 sequences of 8 tokens" in result.out
-    assert "4 on 1 node(s)" in result.out and "transport shm" in result.out, result
+    assert "4 on 1 node(s)" in result.out and "\ntransport   shm (" in result.out, result
 
 
 def test_one_cpu_for_four_ranks_is_warned_of(tmp):
