@@ -59,7 +59,7 @@ def processes():
     return found
 
 
-def ranks_of(process):
+def ranks_of(process, program=cli.QSHARD):
     """Process ids of the ranks under a launcher, by rank."""
     parents, found = processes(), {}
     for pid in parents:
@@ -67,7 +67,7 @@ def ranks_of(process):
         while above in parents and above != process.pid:
             above = parents[above]
         try:
-            if above != process.pid or os.path.realpath(f"/proc/{pid}/exe") != str(cli.QSHARD):
+            if above != process.pid or os.path.realpath(f"/proc/{pid}/exe") != str(program):
                 continue
             entries = Path(f"/proc/{pid}/environ").read_text().split("\0")
             found[int(dict(e.partition("=")[::2] for e in entries)["OMPI_COMM_WORLD_RANK"])] = pid

@@ -25,14 +25,14 @@ def expect_gone(ranks, seconds=5):
         time.sleep(0.05)
 
 
-def running(process, folder):
+def running(process, folder, seconds=30, program=cli.QSHARD, steps=5):
     """The ranks, once some steps have been made."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + seconds
     path = folder / "metrics.jsonl"
-    while not path.exists() or path.read_text().count("\n") < 5:
+    while not path.exists() or path.read_text().count("\n") < steps:
         assert process.poll() is None and time.monotonic() < deadline, "the run did not start"
         time.sleep(0.02)
-    return ranks_of(process)
+    return ranks_of(process, program)
 
 
 def start(tmp, **values):

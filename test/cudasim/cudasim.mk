@@ -51,6 +51,13 @@ cudasim: $(CUDASIM_PROGRAMS)  ## the CUDA backend on the simulator, in build/cud
 cudasim-test: $(CUDASIM_PROGRAMS) $(CUDASIM_TESTS)  ## tests of the simulator and of the CUDA backend on it
 	@test/run.py --build $(BUILD) --cudasim $(CUDASIM_BUILD) -k cudasim $(ARGS)
 
+cudasim-verify: cudasim  ## all reference cases, dtypes and GPU transports on 1 to 4 ranks, 20 seeds: hours (ARGS="--seeds 2")
+	@QSHARD_BUILD=$(BUILD) QSHARD_CUDASIM=$(CUDASIM_BUILD) test/cuda/verify_matrix.py $(ARGS)
+
+cudasim-faults:  ## faults planted in the GPU transports, 20 seeds: an hour (ARGS="--seeds 2")
+	@$(MAKE) SIM=tracker cudasim
+	@QSHARD_BUILD=$(BUILD) test/cuda/transport_faults.py $(ARGS)
+
 cudasim-self-test: $(CUDASIM_TESTS)
 	$(CUDASIM_Q)set -e; for t in $(CUDASIM_TESTS); do $$t; done
 
@@ -96,6 +103,6 @@ $(if $(wildcard $(CUDA_HOME)/include/cuda_bf16.h),,$(error cuda_bf16.h not found
   takes NVIDIA's number types from the toolkit; name its folder with CUDA_HOME))
 endif
 
-.PHONY: cudasim cudasim-test cudasim-self-test
+.PHONY: cudasim cudasim-test cudasim-verify cudasim-faults cudasim-self-test
 .SECONDARY:
 -include $(shell find $(CUDASIM_BUILD) -name '*.d' 2>/dev/null)
