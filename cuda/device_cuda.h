@@ -112,7 +112,7 @@ class CudaDevice final : public Device {
   cudaDeviceProp properties_{};
   std::string pci_bus_id_;
   Stream stream_, downloads_;
-  Event reached_;              // of synchronize()
+  Event reached_;               // of synchronize()
   Event written_, downloaded_;  // of download_start(): its source, and its end
   PinnedMemory pinned_;
   Slot slots_[2];

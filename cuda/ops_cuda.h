@@ -1,8 +1,8 @@
 // The operators on a GPU: plain CUDA kernels and cuBLASLt.
 //
 // Every operator checks its arguments on the host, enqueues on the device's compute stream and
-// returns; nothing waits for the GPU but measure_peak. Scratch memory grows to what the largest call
-// needs, which waits for the GPU once: it belongs to the first step.
+// returns; nothing waits for the GPU but measure_peak. Scratch memory grows to what the largest
+// call needs, which waits for the GPU once: it belongs to the first step.
 #pragma once
 
 #include "cuda/device_cuda.h"

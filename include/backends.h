@@ -16,8 +16,8 @@ namespace qshard {
 Backend make_backend(const std::string& name, const World& world);
 
 // The options with the transport that "auto" stands for: shm (for auto) and mpi go with the backend
-// cpu, nccl (for auto) and mpi-cuda with cuda. Another pair, or an option of another transport, is a
-// usage error.
+// cpu, nccl (for auto) and mpi-cuda with cuda. Another pair, or an option of another transport, is
+// a usage error.
 TransportOptions choose_transport(TransportOptions options, const std::string& backend);
 
 // options: as for choose_transport(); `full_buffers` as in make_collectives(). Collective.

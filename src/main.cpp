@@ -20,7 +20,8 @@ constexpr const char* kFooter = R"(Examples:
 Exit codes: 0 done · 1 failed · 2 wrong usage · 75 stopped by a signal, saved, resume me)";
 
 void print_error(const World& world, const Error& error, bool agreed) {
-  const std::string where = agreed ? "" : fmt::format(" (rank {} on {})", world.rank(), world.host());
+  const std::string where =
+      agreed ? "" : fmt::format(" (rank {} on {})", world.rank(), world.host());
   std::fprintf(stderr, "qshard: error%s: %s\n", where.c_str(), error.what());
 }
 
@@ -41,13 +42,16 @@ void require_known_command(const CLI::App& app, int argc, char** argv) {
   std::vector<std::string> names;
   for (const CLI::App* command : app.get_subcommands({})) names.push_back(command->get_name());
   if (std::find(names.begin(), names.end(), argv[1]) == names.end())
-    fail_usage("unknown command '{}': expected {} (see `qshard --help`)", argv[1], fmt::join(names, ", "));
+    fail_usage("unknown command '{}': expected {} (see `qshard --help`)", argv[1],
+               fmt::join(names, ", "));
 }
 
 // Every rank parses the same command line, so that help and usage errors need no communication
 // beyond the agreement on the outcome.
 int run(int argc, char** argv, World& world) {
-  CLI::App app("Trains Qwen3 decoders with fully sharded data parallelism (FSDP2's scheme) on MPI ranks.", "qshard");
+  CLI::App app(
+      "Trains Qwen3 decoders with fully sharded data parallelism (FSDP2's scheme) on MPI ranks.",
+      "qshard");
   app.footer(kFooter);
   app.require_subcommand(1);
   Command command;

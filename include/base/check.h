@@ -1,8 +1,10 @@
 // Errors. Library code throws, it never prints and never exits.
 //
-// Error        one rank found something wrong: main() prints it with rank and host, then aborts the job.
-// AgreedError  every rank throws the same error at the same point (see collectively() in comm/world.h,
-//              or a decision taken from reduced values): rank 0 prints it once and all ranks leave cleanly.
+// Error        one rank found something wrong: main() prints it with rank and host, then aborts the
+// job. AgreedError  every rank throws the same error at the same point (see collectively() in
+// comm/world.h,
+//              or a decision taken from reduced values): rank 0 prints it once and all ranks leave
+//              cleanly.
 // QS_CHECK is for what must hold; its message says what was expected, what was found and the fix.
 #pragma once
 

@@ -13,7 +13,15 @@
 
 namespace qshard {
 
-enum class Segment : uint8_t { shards, moments, params, gradients, activations, workspace, communication };
+enum class Segment : uint8_t {
+  shards,
+  moments,
+  params,
+  gradients,
+  activations,
+  workspace,
+  communication
+};
 std::string_view segment_name(Segment segment);
 
 class Device {
@@ -22,18 +30,19 @@ class Device {
   virtual std::string name() const = 0;  // for the start log, e.g. "cpu (AVX-512, avx512_bf16)"
   virtual void* allocate(size_t bytes) = 0;
   virtual void release(void* data, size_t bytes) noexcept = 0;
-  virtual void copy(void* to, const void* from, size_t bytes) = 0;  // any direction, complete on return
+  virtual void copy(void* to, const void* from,
+                    size_t bytes) = 0;  // any direction, complete on return
   virtual void zero(void* data, size_t bytes) = 0;
   // A copy in the order of the operators, for which the host does not wait where its memory is of
   // host(). Such memory stays as it is until a copy() that is called later has returned.
   virtual void enqueue_copy(void* to, const void* from, size_t bytes) { copy(to, from, bytes); }
 
-  // Whose memory the host can use in place and copies from and to this device are fastest with: this
-  // device itself where its memory is the host's, page-locked memory for a GPU.
+  // Whose memory the host can use in place and copies from and to this device are fastest with:
+  // this device itself where its memory is the host's, page-locked memory for a GPU.
   virtual Device& host() { return *this; }
   bool is_host() { return &host() == this; }
-  // Starts a copy to memory of host(). It reads what all operators so far write, and runs beside the
-  // later ones: those that change `from` come after a download_wait().
+  // Starts a copy to memory of host(). It reads what all operators so far write, and runs beside
+  // the later ones: those that change `from` come after a download_wait().
   virtual void download_start(void* to, const void* from, size_t bytes) { copy(to, from, bytes); }
   virtual void download_wait() {}  // for all that were started; on any thread
 

@@ -1,5 +1,5 @@
-// When a unit is gathered, resharded and reduced. The order of layers is known, so it is written down:
-// forward 0 … L−1, backward L−1 … 0, each gather started `depth` layers ahead.
+// When a unit is gathered, resharded and reduced. The order of layers is known, so it is written
+// down: forward 0 … L−1, backward L−1 … 0, each gather started `depth` layers ahead.
 //
 //   forward   enter_forward(l): wait for l, start l+1 … l+depth     leave_forward(l): reshard l
 //   backward  enter_backward(l): wait for l, start l−1 … l−depth, take l's gradient buffer

@@ -1,5 +1,5 @@
-// Where every element of a unit's parameters lives: the only place that computes an offset, a padding
-// or an owner of a shard. See [Note: Padded Shard(0)] in comm/collectives.h.
+// Where every element of a unit's parameters lives: the only place that computes an offset, a
+// padding or an owner of a shard. See [Note: Padded Shard(0)] in comm/collectives.h.
 #pragma once
 
 #include <vector>
@@ -16,10 +16,10 @@ struct RowRange {
 };
 
 struct ParamLayout {
-  int64_t rows;        // D0
-  int64_t row_numel;   // elements of one row
-  int64_t chunk;       // ceil(rows / ranks)
-  int64_t offset;      // first element in the unit's full buffer
+  int64_t rows;       // D0
+  int64_t row_numel;  // elements of one row
+  int64_t chunk;      // ceil(rows / ranks)
+  int64_t offset;     // first element in the unit's full buffer
   int ranks;
 
   RowRange rows_of(int rank) const;  // that rank's true rows
@@ -37,8 +37,8 @@ class UnitLayout {
   int size() const { return static_cast<int>(params_.size()); }
   int64_t elements() const { return elements_; }  // of the full buffer
   std::vector<Piece> pieces() const;
-  int64_t numel() const;                  // of all parameters, without padding
-  int64_t shard_numel(int rank) const;    // without padding
+  int64_t numel() const;                // of all parameters, without padding
+  int64_t shard_numel(int rank) const;  // without padding
 
  private:
   std::vector<ParamSpec> params_;

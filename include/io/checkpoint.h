@@ -70,8 +70,8 @@ struct SaveReport {
 // Stages one transfer at a time.
 SaveReport save_checkpoint(const World& world, const std::string& folder,
                            const CheckpointState& state,
-                           const std::vector<CheckpointTensor>& tensors,
-                           const SaveOptions& options, Staging staging = {});
+                           const std::vector<CheckpointTensor>& tensors, const SaveOptions& options,
+                           Staging staging = {});
 
 // Collective: every rank reads its rows of all tensors. Strict: a missing, extra, renamed or
 // reshaped dataset, another dtype or a wrong checksum is an AgreedError that names it. model_only:

@@ -33,8 +33,9 @@ std::string temporary_name(const std::string& path);
 // Waits until the file's (or folder's) contents are on the disk.
 void flush_to_disk(const std::string& path);
 
-// The errno text of an attempt to write the file's last byte again, or an empty text: before a library
-// writes that does not say why it could not, and after. Throws when the file cannot be opened.
+// The errno text of an attempt to write the file's last byte again, or an empty text: before a
+// library writes that does not say why it could not, and after. Throws when the file cannot be
+// opened.
 std::string reason_not_writable(const std::string& path);
 
 // Gives a sparse file its blocks now, so that a full disk is an error here and not in the middle of

@@ -1,8 +1,8 @@
 // One Qwen3 decoder layer, forward and backward, as straight-line code over Ops.
 //
-// [Note: Steps of a layer]  1 input RMSNorm · 2 q/k/v products · 3 q-norm, k-norm · 4 RoPE · 5 causal
-// attention · 6 o_proj · 7 residual · 8 post-attention RMSNorm · 9 SwiGLU MLP · 10 residual. All local:
-// nothing here communicates. Steps 3+4 and 7+8 each run as one pass over memory.
+// [Note: Steps of a layer]  1 input RMSNorm · 2 q/k/v products · 3 q-norm, k-norm · 4 RoPE · 5
+// causal attention · 6 o_proj · 7 residual · 8 post-attention RMSNorm · 9 SwiGLU MLP · 10 residual.
+// All local: nothing here communicates. Steps 3+4 and 7+8 each run as one pass over memory.
 //
 // P is the parameter dtype, R the residual stream's (f32). Activations kept for backward per token:
 // 2C R + (2C + 2(H+2K)D − K·D + H·D + 3F) P and a few statistics.
@@ -42,22 +42,22 @@ struct LayerActivations {
 
 // Shared by all layers: contents live only inside one forward or backward call.
 struct LayerWorkspace {
-  Buffer rope;     // [T,D] f32   cos, then sin, of the D/2 frequencies
-  Buffer delta;    // [N,C] P     output of o_proj and of down_proj
-  Buffer d_norm;   // [N,C] f32   gradient at a norm's output
-  Buffer d_act;    // [N,F] P
-  Buffer d_att;    // [N,H·D] P
-  Buffer d_qkv;    // [N,(H+2K)D] P
+  Buffer rope;    // [T,D] f32   cos, then sin, of the D/2 frequencies
+  Buffer delta;   // [N,C] P     output of o_proj and of down_proj
+  Buffer d_norm;  // [N,C] f32   gradient at a norm's output
+  Buffer d_act;   // [N,F] P
+  Buffer d_att;   // [N,H·D] P
+  Buffer d_qkv;   // [N,(H+2K)D] P
   LayerWorkspace(const LayerShape& s, DType param_dtype, double rope_theta, Device& device);
 };
 
 // out [N,C] R = the layer's output; its input is a.x.
-void layer_forward(Ops& ops, const LayerShape& s, const Unit& unit, LayerActivations& a, LayerWorkspace& w,
-                   Tensor out);
+void layer_forward(Ops& ops, const LayerShape& s, const Unit& unit, LayerActivations& a,
+                   LayerWorkspace& w, Tensor out);
 
-// d_res [N,C] R: gradient at the layer's output in, at its input out. d_res_p: its copy in P (the same
-// memory when P is R). Writes the unit's full gradient. a.gate_up is overwritten.
-void layer_backward(Ops& ops, const LayerShape& s, const Unit& unit, LayerActivations& a, LayerWorkspace& w,
-                    Tensor d_res, Tensor d_res_p);
+// d_res [N,C] R: gradient at the layer's output in, at its input out. d_res_p: its copy in P (the
+// same memory when P is R). Writes the unit's full gradient. a.gate_up is overwritten.
+void layer_backward(Ops& ops, const LayerShape& s, const Unit& unit, LayerActivations& a,
+                    LayerWorkspace& w, Tensor d_res, Tensor d_res_p);
 
 }  // namespace qshard

@@ -10,9 +10,9 @@
 
 namespace qshard {
 
-// This rank's tokens of one micro-batch. ids and labels: host int32 [B·T]; labels are already shifted,
-// -100 = ignored. Ids and labels are in range (the dataset checks). They stay as they are until the
-// loss has been read; in memory of device().host() nobody waits for their copies.
+// This rank's tokens of one micro-batch. ids and labels: host int32 [B·T]; labels are already
+// shifted, -100 = ignored. Ids and labels are in range (the dataset checks). They stay as they are
+// until the loss has been read; in memory of device().host() nobody waits for their copies.
 struct TokenBatch {
   const int32_t* ids;
   const int32_t* labels;
@@ -26,9 +26,10 @@ class Qwen3Model {
 
   void init_parameters(uint64_t seed);
 
-  // Forward and backward of one micro-batch; afterwards (if it reduces) every unit's grad_shard holds
-  // the mean over ranks of the gradient of loss_scale · Σ loss, summed over the step's micro-batches
-  // so far. Adds Σ loss over this rank's kept labels to loss_sum, f64 [1] of device().
+  // Forward and backward of one micro-batch; afterwards (if it reduces) every unit's grad_shard
+  // holds the mean over ranks of the gradient of loss_scale · Σ loss, summed over the step's
+  // micro-batches so far. Adds Σ loss over this rank's kept labels to loss_sum, f64 [1] of
+  // device().
   void forward_backward(TokenBatch batch, float loss_scale, MicroBatch micro, Tensor loss_sum);
   void forward(TokenBatch batch, Tensor loss_sum);  // adds Σ loss only
 

@@ -12,7 +12,17 @@ namespace qshard {
 // A decoder layer's 11 parameters, in this order. q/k/v and gate/up follow each other so that each
 // group can run as one product.
 enum LayerParam {
-  kInputNorm, kQProj, kKProj, kVProj, kQNorm, kKNorm, kOProj, kPostNorm, kGateProj, kUpProj, kDownProj,
+  kInputNorm,
+  kQProj,
+  kKProj,
+  kVProj,
+  kQNorm,
+  kKNorm,
+  kOProj,
+  kPostNorm,
+  kGateProj,
+  kUpProj,
+  kDownProj,
   kLayerParams
 };
 

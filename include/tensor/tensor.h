@@ -19,9 +19,9 @@ namespace qshard {
 
 enum class DType : uint8_t { f32, bf16, fp16, f64, i32, u32, u16, u8 };
 
-size_t dtype_size(DType dtype);             // bytes of one element
-std::string_view dtype_name(DType dtype);   // "f32", "bf16", …
-DType parse_dtype(std::string_view name);   // throws a usage error that lists the names
+size_t dtype_size(DType dtype);            // bytes of one element
+std::string_view dtype_name(DType dtype);  // "f32", "bf16", …
+DType parse_dtype(std::string_view name);  // throws a usage error that lists the names
 
 // bf16 and fp16 values are stored as 16-bit patterns; arithmetic on them happens in f32.
 struct bf16_t {
@@ -33,14 +33,38 @@ struct fp16_t {
 
 template <typename T>
 constexpr DType dtype_of();
-template <> constexpr DType dtype_of<float>() { return DType::f32; }
-template <> constexpr DType dtype_of<bf16_t>() { return DType::bf16; }
-template <> constexpr DType dtype_of<fp16_t>() { return DType::fp16; }
-template <> constexpr DType dtype_of<double>() { return DType::f64; }
-template <> constexpr DType dtype_of<int32_t>() { return DType::i32; }
-template <> constexpr DType dtype_of<uint32_t>() { return DType::u32; }
-template <> constexpr DType dtype_of<uint16_t>() { return DType::u16; }
-template <> constexpr DType dtype_of<uint8_t>() { return DType::u8; }
+template <>
+constexpr DType dtype_of<float>() {
+  return DType::f32;
+}
+template <>
+constexpr DType dtype_of<bf16_t>() {
+  return DType::bf16;
+}
+template <>
+constexpr DType dtype_of<fp16_t>() {
+  return DType::fp16;
+}
+template <>
+constexpr DType dtype_of<double>() {
+  return DType::f64;
+}
+template <>
+constexpr DType dtype_of<int32_t>() {
+  return DType::i32;
+}
+template <>
+constexpr DType dtype_of<uint32_t>() {
+  return DType::u32;
+}
+template <>
+constexpr DType dtype_of<uint16_t>() {
+  return DType::u16;
+}
+template <>
+constexpr DType dtype_of<uint8_t>() {
+  return DType::u8;
+}
 
 // Up to four dimensions.
 class Shape {

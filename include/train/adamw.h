@@ -18,6 +18,7 @@ void add_grad_sum_squares(Unit& unit, Ops& ops, Tensor total);
 float clip_factor(double grad_norm, double clip);
 
 // One update of the unit's rows and publish(). step: 1 for the first.
-void adamw_update(Unit& unit, Ops& ops, const AdamWOptions& options, double lr, int64_t step, float grad_scale);
+void adamw_update(Unit& unit, Ops& ops, const AdamWOptions& options, double lr, int64_t step,
+                  float grad_scale);
 
 }  // namespace qshard

@@ -20,8 +20,8 @@ struct CheckpointOptions {
   SaveOptions save;
 };
 
-// The model's and optimizer's tensors as this rank holds them: views, valid as long as the model, of
-// memory of model.device().
+// The model's and optimizer's tensors as this rank holds them: views, valid as long as the model,
+// of memory of model.device().
 std::vector<CheckpointTensor> checkpoint_tensors(const World& world, Qwen3Model& model,
                                                  bool model_only);
 

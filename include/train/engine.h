@@ -1,11 +1,11 @@
 // One training step under FSDP: the same code for `train`, `verify` and benchmarks.
 //
-// [Note: A step]  count kept labels (one all-reduce) · per micro-batch: forward and backward, gradients
-// reduce-scattered · loss and Σ grad² (one all-reduce) · stop if not finite · clip · AdamW on the own
-// rows. Loss = Σ cross-entropy of all kept labels of the global batch / their number, over all ranks
-// and micro-batches. As in FSDP2 the reduction averages over ranks; the local loss is scaled by
-// ranks / kept labels to match. The host waits for the device once: it reads the sums of loss and
-// grad², which the device adds up.
+// [Note: A step]  count kept labels (one all-reduce) · per micro-batch: forward and backward,
+// gradients reduce-scattered · loss and Σ grad² (one all-reduce) · stop if not finite · clip ·
+// AdamW on the own rows. Loss = Σ cross-entropy of all kept labels of the global batch / their
+// number, over all ranks and micro-batches. As in FSDP2 the reduction averages over ranks; the
+// local loss is scaled by ranks / kept labels to match. The host waits for the device once: it
+// reads the sums of loss and grad², which the device adds up.
 #pragma once
 
 #include <memory>
@@ -41,14 +41,16 @@ class Engine {
   StepResult compute_gradients(const std::vector<TokenBatch>& micro_batches);
   void update(const StepResult& result, double lr);  // after a download_wait() of the device
 
-  // Mean loss over all kept labels of all ranks, 0 without any; every rank passes the same number of
-  // batches. A loss that is not finite throws an AgreedError.
+  // Mean loss over all kept labels of all ranks, 0 without any; every rank passes the same number
+  // of batches. A loss that is not finite throws an AgreedError.
   double evaluate(const std::vector<TokenBatch>& batches);
 
   Qwen3Model& model() { return *model_; }
   Collectives& collectives() { return *collectives_; }
   int64_t updates() const { return updates_; }
-  void restore(int64_t steps_done, int64_t updates) { steps_done_ = steps_done, updates_ = updates; }
+  void restore(int64_t steps_done, int64_t updates) {
+    steps_done_ = steps_done, updates_ = updates;
+  }
   int64_t steps_done() const { return steps_done_; }  // skipped ones included
 
  private:

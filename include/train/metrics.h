@@ -1,12 +1,13 @@
 // What a run reports: metrics.jsonl and the only console output of training. Rank 0 owns one.
 //
-// [Note: Metrics] One JSON object a line. A step: step, loss (nats per kept label, all ranks), grad_norm
-// (before clipping), lr, tokens (input tokens of all steps so far), tokens_per_s (all ranks, this step),
-// step_ms, model_flops_per_s (all ranks; see train_flops_per_token), peak_share (of ranks × measured
-// product rate), memory_bytes (largest peak of resident memory of a rank); in a step without a kept
-// label loss and grad_norm are 0 and `skipped` says so. An evaluation: step, val_loss, val_tokens,
-// val_ms. A save: step, checkpoint, checkpoint_bytes, checkpoint_ms. A restart: resumed_from, step; where
-// a step appears twice, after a crash, the later line counts. Times and memory apart, equal runs write equal bytes.
+// [Note: Metrics] One JSON object a line. A step: step, loss (nats per kept label, all ranks),
+// grad_norm (before clipping), lr, tokens (input tokens of all steps so far), tokens_per_s (all
+// ranks, this step), step_ms, model_flops_per_s (all ranks; see train_flops_per_token), peak_share
+// (of ranks × measured product rate), memory_bytes (largest peak of resident memory of a rank); in
+// a step without a kept label loss and grad_norm are 0 and `skipped` says so. An evaluation: step,
+// val_loss, val_tokens, val_ms. A save: step, checkpoint, checkpoint_bytes, checkpoint_ms. A
+// restart: resumed_from, step; where a step appears twice, after a crash, the later line counts.
+// Times and memory apart, equal runs write equal bytes.
 #pragma once
 
 #include <chrono>
@@ -57,8 +58,10 @@ class Metrics {
 };
 
 // 72 columns × 14 rows: training loss as dots, evaluations as o. Empty when there are no points.
-std::string plot_losses(const std::vector<double>& train_steps, const std::vector<double>& train_losses,
-                        const std::vector<double>& val_steps, const std::vector<double>& val_losses);
+std::string plot_losses(const std::vector<double>& train_steps,
+                        const std::vector<double>& train_losses,
+                        const std::vector<double>& val_steps,
+                        const std::vector<double>& val_losses);
 
 // One line on the console, at once: call it on rank 0.
 void say_line(const std::string& text);
@@ -67,7 +70,7 @@ void say(fmt::format_string<A...> format, A&&... args) {
   say_line(fmt::format(format, std::forward<A>(args)...));
 }
 
-std::string human_bytes(double bytes);  // "1.50 GB" (powers of 1000)
+std::string human_bytes(double bytes);   // "1.50 GB" (powers of 1000)
 std::string human_time(double seconds);  // "0:02:05"
 
 }  // namespace qshard

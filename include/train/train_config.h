@@ -51,9 +51,10 @@ struct TrainConfig {
   std::string backend = "cpu";
 
   // Where a run begins, from the command line.
-  std::string resume = "none";  // none, auto (newest in train.out, if any), or a checkpoint or folder
-  std::string init;             // "": random; hf:DIR; weights-only: the weights of --resume, step 0
-  bool allow_changes = false;   // resume although options that change the mathematics differ
+  std::string resume =
+      "none";        // none, auto (newest in train.out, if any), or a checkpoint or folder
+  std::string init;  // "": random; hf:DIR; weights-only: the weights of --resume, step 0
+  bool allow_changes = false;  // resume although options that change the mathematics differ
 
   // Registers every option with its doc, unit and limits.
   void describe(OptionTable& table);
@@ -70,8 +71,8 @@ struct TrainConfig {
   int64_t tokens_per_step() const { return train.global_batch * train.seq; }
 };
 
-// Options in which two runs' settings (as JSON) differ, "key: saved → now". Those that only say where
-// and how the run computes are left out.
+// Options in which two runs' settings (as JSON) differ, "key: saved → now". Those that only say
+// where and how the run computes are left out.
 struct ConfigChanges {
   std::vector<std::string> mathematics, others;
 };

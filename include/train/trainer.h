@@ -13,12 +13,14 @@ namespace qshard {
 
 class Trainer {
  public:
-  // Collective. Refuses at once what cannot work (data smaller than a step, vocabulary, outputs of an
-  // earlier run) before anything large is allocated. `settings`: the run's settings as JSON, kept
-  // with the outputs; `table`: the same for people. `traced`: the run's trace, or null; outlives it.
-  Trainer(TrainConfig config, const nlohmann::json& settings, const std::string& table, World& world,
-          Backend& backend, TracedRun* traced = nullptr);
-  // Returns the exit code: done, or stopped by a signal (or train.stop_after), saved, to be resumed.
+  // Collective. Refuses at once what cannot work (data smaller than a step, vocabulary, outputs of
+  // an earlier run) before anything large is allocated. `settings`: the run's settings as JSON,
+  // kept with the outputs; `table`: the same for people. `traced`: the run's trace, or null;
+  // outlives it.
+  Trainer(TrainConfig config, const nlohmann::json& settings, const std::string& table,
+          World& world, Backend& backend, TracedRun* traced = nullptr);
+  // Returns the exit code: done, or stopped by a signal (or train.stop_after), saved, to be
+  // resumed.
   int run();
 
  private:

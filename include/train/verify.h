@@ -18,12 +18,13 @@ struct VerifyOptions {
   int prefetch = 1;
 };
 
-// error: loss, grad norm: largest relative error over steps. Gradients, weights: largest over tensors
-// of ‖a−b‖₂/‖b‖₂. limit: f32: 3 × PyTorch's or, if larger, a floor; bf16, fp16: 2 × PyTorch's.
+// error: loss, grad norm: largest relative error over steps. Gradients, weights: largest over
+// tensors of ‖a−b‖₂/‖b‖₂. limit: f32: 3 × PyTorch's or, if larger, a floor; bf16, fp16: 2 ×
+// PyTorch's.
 struct VerifyRow {
   std::string quantity;
   double error = 0, pytorch = 0, limit = 0;
-  std::string where;  // the step or tensor with the largest error
+  std::string where;                          // the step or tensor with the largest error
   bool ok() const { return error <= limit; }  // false for NaN
 };
 
@@ -36,8 +37,9 @@ struct VerifyReport {
 // Collective.
 VerifyReport verify_reference(const VerifyOptions& options, World& world, Backend& backend);
 
-// Largest over the tensors of ‖a−b‖₂/‖b‖₂; a reshaped tensor, or one that either file lacks, throws.
-// NaN counts as infinite.
-VerifyRow compare_files(const std::string& quantity, const std::string& ours, const std::string& truth);
+// Largest over the tensors of ‖a−b‖₂/‖b‖₂; a reshaped tensor, or one that either file lacks,
+// throws. NaN counts as infinite.
+VerifyRow compare_files(const std::string& quantity, const std::string& ours,
+                        const std::string& truth);
 
 }  // namespace qshard

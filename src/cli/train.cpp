@@ -8,7 +8,8 @@
 namespace qshard {
 namespace {
 
-constexpr const char* kFooter = R"(Values come from, in this order: the defaults above, the --config file, the command line.
+constexpr const char* kFooter =
+    R"(Values come from, in this order: the defaults above, the --config file, the command line.
 Paths are relative to the working folder.
 
 Examples:
@@ -59,24 +60,30 @@ void add_train(CLI::App& app, Command& run) {
   auto command = std::make_shared<TrainCommand>();
   CLI::App* sub = app.add_subcommand("train", "train a Qwen3 decoder on token files");
   sub->footer(kFooter);
-  sub->add_option("--config", command->config_path, "JSON file with any of the options below, nested by section");
+  sub->add_option("--config", command->config_path,
+                  "JSON file with any of the options below, nested by section");
   sub->add_flag("--print-config", command->print_config, "print all settings as JSON and stop");
   sub->add_option("--resume", command->config.resume,
-                  "none; auto: the newest complete checkpoint of train.out, if there is one; or a checkpoint file or folder")
+                  "none; auto: the newest complete checkpoint of train.out, if there is one; or a "
+                  "checkpoint file or folder")
       ->capture_default_str();
-  sub->add_option("--init", command->config.init,
-                  "hf:DIR: weights and, without model.config, config.json of a Hugging Face folder; "
-                  "weights-only: take only the weights from --resume and begin at step 1");
+  sub->add_option(
+      "--init", command->config.init,
+      "hf:DIR: weights and, without model.config, config.json of a Hugging Face folder; "
+      "weights-only: take only the weights from --resume and begin at step 1");
   sub->add_flag("--allow-changes", command->config.allow_changes,
                 "resume although options that change the mathematics differ from the saved run's");
-  sub->add_option("--trace", command->trace,
-                  "file for a Chrome trace (ui.perfetto.dev): what every rank computed, moved and held, when");
-  sub->add_option("--trace-steps", command->trace_steps, "steps of this launch that --trace records")
+  sub->add_option(
+      "--trace", command->trace,
+      "file for a Chrome trace (ui.perfetto.dev): what every rank computed, moved and held, when");
+  sub->add_option("--trace-steps", command->trace_steps,
+                  "steps of this launch that --trace records")
       ->check(CLI::PositiveNumber)
       ->capture_default_str();
   command->config.describe(command->table);
   command->table.add_to(*sub);
-  sub->callback([command, &run] { run = [command](World& world) { return run_train(*command, world); }; });
+  sub->callback(
+      [command, &run] { run = [command](World& world) { return run_train(*command, world); }; });
 }
 
 }  // namespace qshard

@@ -21,8 +21,8 @@ std::vector<float> gather_to_rank0(const World& world, const float* data, int64_
     size_t at = all.size();
     all.resize(at + count);
     for (int64_t left = count; left > 0; left -= kMessage, at += kMessage)
-      QS_MPI(MPI_Recv(all.data() + at, static_cast<int>(std::min(kMessage, left)), MPI_FLOAT, rank, kTag,
-                      world.comm(), MPI_STATUS_IGNORE));
+      QS_MPI(MPI_Recv(all.data() + at, static_cast<int>(std::min(kMessage, left)), MPI_FLOAT, rank,
+                      kTag, world.comm(), MPI_STATUS_IGNORE));
   }
   return all;
 }

@@ -21,8 +21,8 @@ void expect_flat(const char* op, const char* name, const Tensor& t, DType dtype,
            t.numel(), n);
 }
 
-// total += sum in f64 of what `add` adds: pieces of a fixed length, in their order. (By reference: a
-// vector wider than the registers has no stable calling convention.)
+// total += sum in f64 of what `add` adds: pieces of a fixed length, in their order. (By reference:
+// a vector wider than the registers has no stable calling convention.)
 template <typename F>
 void add_sum_of(const Team& team, const char* op, const Tensor& x, const Tensor& total, F&& add) {
   expect_contiguous(op, "x", x, DType::f32, x.shape);

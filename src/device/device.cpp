@@ -16,7 +16,9 @@ void Device::account(Segment segment, int64_t bytes) {
   peak_ = std::max(peak_, bytes_held());
 }
 
-int64_t Device::bytes_held() const { return std::accumulate(held_.begin(), held_.end(), int64_t{0}); }
+int64_t Device::bytes_held() const {
+  return std::accumulate(held_.begin(), held_.end(), int64_t{0});
+}
 
 Buffer::Buffer(Device& device, DType dtype, Shape shape, Segment segment, std::string name)
     : device_(&device), tensor_(nullptr, dtype, shape), segment_(segment), name_(std::move(name)) {

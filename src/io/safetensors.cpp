@@ -228,8 +228,10 @@ void to_f32(DType dtype, const void* source, int64_t n, float* to) {
       return convert_16bit(from, n, to, [](uint16_t b) {
         return std::bit_cast<float>(static_cast<uint32_t>(b) << 16);
       });
-    case DType::fp16: return convert_16bit(from, n, to, half_to_float);
-    default: fail("{} values cannot be read as f32", dtype_name(dtype));
+    case DType::fp16:
+      return convert_16bit(from, n, to, half_to_float);
+    default:
+      fail("{} values cannot be read as f32", dtype_name(dtype));
   }
 }
 

@@ -152,8 +152,8 @@ void check_size(const Fields& fields, const Qwen3Config& c) {
   const double C = static_cast<double>(c.hidden_size), D = static_cast<double>(c.head_dim);
   const double heads = static_cast<double>(c.num_attention_heads + c.num_key_value_heads);
   const double layer = C * (2 * heads * D + 3 * static_cast<double>(c.intermediate_size));
-  const double all = static_cast<double>(c.num_hidden_layers) * layer +
-                     2 * C * static_cast<double>(c.vocab_size);
+  const double all =
+      static_cast<double>(c.num_hidden_layers) * layer + 2 * C * static_cast<double>(c.vocab_size);
   if (all > kMaxParameters)
     fail_usage("{}: a model of {:.1e} parameters, supported: at most {:.0e}", fields.where(), all,
                kMaxParameters);

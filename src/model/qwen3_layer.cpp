@@ -115,7 +115,7 @@ void layer_forward(Ops& ops, const LayerShape& s, const Unit& unit, LayerActivat
   auto step = [&](const char* name) { ops.mark(unit.name(), "forward", name); };
 
   step("1 input RMSNorm");
-  ops.rms_norm(a.x, unit.param(kInputNorm), s.eps, a.normed1, a.rstd1);      // [N,C]
+  ops.rms_norm(a.x, unit.param(kInputNorm), s.eps, a.normed1, a.rstd1);  // [N,C]
   step("2 q/k/v");
   LinearGroup{ops, unit, {kQProj, kKProj, kVProj}}.forward(a.normed1, qkv);  // [N,(H+2K)D]
   step("3+4 q-norm, k-norm, RoPE");
@@ -123,7 +123,7 @@ void layer_forward(Ops& ops, const LayerShape& s, const Unit& unit, LayerActivat
                    s.attention(), qk, a.rstd_qk);  // [N,(H+K)D]
   step("5 attention");
   ops.attention(qk.col_range(0, HD), qk.col_range(HD, HD + KD), qkv.col_range(HD + KD, HD + 2 * KD),
-                s.attention(), a.att, a.lse);      // [N,H·D]
+                s.attention(), a.att, a.lse);  // [N,H·D]
   step("6 o_proj");
   ops.linear(a.att, unit.param(kOProj), w.delta);  // [N,C]
   step("7+8 residual, RMSNorm");

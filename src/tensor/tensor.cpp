@@ -10,10 +10,10 @@ struct DTypeInfo {
   size_t size;
   std::string_view name;
 };
-constexpr DTypeInfo kDTypes[] = {{DType::f32, 4, "f32"}, {DType::bf16, 2, "bf16"},
+constexpr DTypeInfo kDTypes[] = {{DType::f32, 4, "f32"},   {DType::bf16, 2, "bf16"},
                                  {DType::fp16, 2, "fp16"}, {DType::f64, 8, "f64"},
-                                 {DType::i32, 4, "i32"}, {DType::u32, 4, "u32"},
-                                 {DType::u16, 2, "u16"}, {DType::u8, 1, "u8"}};
+                                 {DType::i32, 4, "i32"},   {DType::u32, 4, "u32"},
+                                 {DType::u16, 2, "u16"},   {DType::u8, 1, "u8"}};
 
 const DTypeInfo& info(DType dtype) { return kDTypes[static_cast<int>(dtype)]; }
 
@@ -33,7 +33,8 @@ Shape::Shape(std::initializer_list<int64_t> dims) {
 }
 
 void Shape::push_back(int64_t dim) {
-  QS_CHECK(rank_ < static_cast<int>(dims_.size()), "a tensor has at most {} dimensions", dims_.size());
+  QS_CHECK(rank_ < static_cast<int>(dims_.size()), "a tensor has at most {} dimensions",
+           dims_.size());
   QS_CHECK(dim >= 0, "negative dimension {}", dim);
   dims_[rank_++] = dim;
 }
@@ -61,8 +62,8 @@ std::string Shape::str() const {
 }
 
 Tensor Tensor::row_range(int64_t begin, int64_t end) const {
-  QS_CHECK(0 <= begin && begin <= end && end <= shape[0], "rows [{}, {}) of a tensor {}", begin, end,
-           shape.str());
+  QS_CHECK(0 <= begin && begin <= end && end <= shape[0], "rows [{}, {}) of a tensor {}", begin,
+           end, shape.str());
   Tensor t = *this;
   t.data = static_cast<char*>(data) + begin * ld * static_cast<int64_t>(dtype_size(dtype));
   t.shape[0] = end - begin;
@@ -79,7 +80,8 @@ Tensor Tensor::col_range(int64_t begin, int64_t end) const {
 }
 
 Tensor Tensor::reshape(Shape to) const {
-  QS_CHECK(contiguous() && to.numel() == numel(), "cannot view a tensor {} as {}", shape.str(), to.str());
+  QS_CHECK(contiguous() && to.numel() == numel(), "cannot view a tensor {} as {}", shape.str(),
+           to.str());
   return Tensor(data, dtype, to);
 }
 

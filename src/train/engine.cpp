@@ -17,9 +17,10 @@ int lowest_rank(const World& world, bool yes) {
 }  // namespace
 
 Engine::Engine(const Qwen3Config& config, const FsdpOptions& fsdp, const AdamWOptions& adamw,
-               const TransportOptions& transport, int64_t B, int64_t T, World& world, Backend& backend)
-    : Engine(config, fsdp, adamw, make_transport(transport, world, backend, fsdp.prefetch + 1), B, T,
-             world, backend) {}
+               const TransportOptions& transport, int64_t B, int64_t T, World& world,
+               Backend& backend)
+    : Engine(config, fsdp, adamw, make_transport(transport, world, backend, fsdp.prefetch + 1), B,
+             T, world, backend) {}
 
 Engine::Engine(const Qwen3Config& config, const FsdpOptions& fsdp, const AdamWOptions& adamw,
                std::unique_ptr<Collectives> transport, int64_t B, int64_t T, World& world,
@@ -115,7 +116,7 @@ std::string Engine::bad_parameter() const {
 void Engine::update(const StepResult& result, double lr) {
   ++steps_done_;
   if (!result.updated) return;
-  ++updates_;  // what AdamW's bias correction counts
+  ++updates_;                        // what AdamW's bias correction counts
   backend_.device->download_wait();  // a snapshot may still be read from the weights
   const float scale = clip_factor(result.grad_norm, adamw_.clip);
   for (int u = 0; u < model_->num_units(); ++u)

@@ -10,16 +10,19 @@ namespace qshard {
 
 namespace {
 
-void require_same_model(const Qwen3Config& here, const Qwen3Config& there, const std::string& folder) {
+void require_same_model(const Qwen3Config& here, const Qwen3Config& there,
+                        const std::string& folder) {
   // How new weights are drawn and what others advertise.
   const std::set<std::string> ignored = {"initializer_range", "max_position_embeddings"};
   std::vector<std::string> differences;
   const nlohmann::json a = here.to_json(), b = there.to_json();
   for (const auto& [name, value] : a.items())
     if (value != b[name] && !ignored.count(name))
-      differences.push_back(fmt::format("{}: {} here, {} there", name, value.dump(), b[name].dump()));
+      differences.push_back(
+          fmt::format("{}: {} here, {} there", name, value.dump(), b[name].dump()));
   if (!differences.empty())
-    fail_usage("{}/config.json is of another model than the options model.*: {}", folder, fmt::join(differences, ", "));
+    fail_usage("{}/config.json is of another model than the options model.*: {}", folder,
+               fmt::join(differences, ", "));
 }
 
 }  // namespace
@@ -27,7 +30,8 @@ void require_same_model(const Qwen3Config& here, const Qwen3Config& there, const
 void TrainConfig::describe(OptionTable& t) {
   t.section("model", "shape, as in a Hugging Face config.json");
   t.add("model.config", model.config, "path of a config.json; the fields below override it");
-  t.add("model.vocab_size", model.vocab_size, "rows of the embedding; 0: as in the file").at_least(0);
+  t.add("model.vocab_size", model.vocab_size, "rows of the embedding; 0: as in the file")
+      .at_least(0);
   t.add("model.hidden_size", model.hidden_size, "0: as in the file").at_least(0);
   t.add("model.intermediate_size", model.intermediate_size, "0: as in the file").at_least(0);
   t.add("model.num_hidden_layers", model.num_hidden_layers, "0: as in the file").at_least(0);
@@ -36,7 +40,8 @@ void TrainConfig::describe(OptionTable& t) {
   t.add("model.head_dim", model.head_dim, "0: as in the file").at_least(0);
   t.add("model.rope_theta", model.rope_theta, "0: as in the file").at_least(0);
   t.add("model.rms_norm_eps", model.rms_norm_eps, "0: as in the file").at_least(0);
-  t.add("model.initializer_range", model.initializer_range, "std of the initial weights; 0: as in the file")
+  t.add("model.initializer_range", model.initializer_range,
+        "std of the initial weights; 0: as in the file")
       .at_least(0);
   t.add("model.tie_word_embeddings", model.tie_word_embeddings, "empty: as in the file")
       .one_of({"", "true", "false"});
@@ -58,7 +63,8 @@ void TrainConfig::describe(OptionTable& t) {
       .at_least(0)
       .unit("sequences");
   t.add("train.seed", train.seed, "of the initial weights and of the sample order");
-  t.add("train.param_dtype", train.param_dtype, "what is gathered and computed in; master weights are f32")
+  t.add("train.param_dtype", train.param_dtype,
+        "what is gathered and computed in; master weights are f32")
       .one_of({"f32", "bf16"});
   t.add("train.reduce_dtype", train.reduce_dtype, "what gradients travel in; sums are f32")
       .one_of({"f32", "bf16"});
@@ -66,14 +72,18 @@ void TrainConfig::describe(OptionTable& t) {
   t.add("train.eval_every", train.eval_every, "evaluation on data.val; 0: only at the end")
       .at_least(0)
       .unit("steps");
-  t.add("train.eval_samples", train.eval_samples, "sequences of an evaluation").at_least(1).unit("sequences");
+  t.add("train.eval_samples", train.eval_samples, "sequences of an evaluation")
+      .at_least(1)
+      .unit("sequences");
   t.add("train.out", train.out, "folder of the outputs; empty: runs/<date>-<time>");
   t.add("train.overwrite", train.overwrite, "replace the outputs of an earlier run in train.out");
-  t.add("train.stop_after", train.stop_after, "leave after this many steps of this launch, saved, as after a signal; 0: never")
+  t.add("train.stop_after", train.stop_after,
+        "leave after this many steps of this launch, saved, as after a signal; 0: never")
       .at_least(0)
       .unit("steps");
   t.add("train.save_model", train.save_model, "write config.json and model.safetensors at the end");
-  t.add("train.peak_gflops", train.peak_gflops, "peak of one rank for the share shown; 0: measured at start")
+  t.add("train.peak_gflops", train.peak_gflops,
+        "peak of one rank for the share shown; 0: measured at start")
       .at_least(0)
       .unit("GFLOP/s");
 
@@ -88,48 +98,68 @@ void TrainConfig::describe(OptionTable& t) {
   t.add("optim.clip", adamw.clip, "global gradient norm; 0: no clipping").at_least(0);
 
   t.section("schedule", "learning rate as a function of the step");
-  t.add("schedule.kind", schedule.kind, "after the warm-up").one_of({"cosine", "linear", "wsd", "constant"});
-  t.add("schedule.warmup_steps", schedule.warmup_steps, "linear rise from 0").at_least(0).unit("steps");
+  t.add("schedule.kind", schedule.kind, "after the warm-up")
+      .one_of({"cosine", "linear", "wsd", "constant"});
+  t.add("schedule.warmup_steps", schedule.warmup_steps, "linear rise from 0")
+      .at_least(0)
+      .unit("steps");
   t.add("schedule.min_lr", schedule.min_lr, "rate of the last step").at_least(0);
-  t.add("schedule.decay_steps", schedule.decay_steps, "wsd: length of the final decay").at_least(0).unit("steps");
+  t.add("schedule.decay_steps", schedule.decay_steps, "wsd: length of the final decay")
+      .at_least(0)
+      .unit("steps");
 
   t.section("fsdp", "sharding");
   t.add("fsdp.reshard_after_forward", fsdp.reshard_after_forward,
         "free other ranks' rows of a layer after its forward; false: keep them for backward");
-  t.add("fsdp.prefetch", fsdp.prefetch, "layers gathered ahead").at_least(0).at_most(64).unit("layers");
+  t.add("fsdp.prefetch", fsdp.prefetch, "layers gathered ahead")
+      .at_least(0)
+      .at_most(64)
+      .unit("layers");
   t.add("fsdp.reduce_every_microbatch", fsdp.reduce_every_microbatch,
         "false: keep full gradients and reduce-scatter at a step's last micro-batch only");
 
   t.section("checkpoint", "sharded HDF5 files in <train.out>/checkpoints");
-  t.add("checkpoint.every", checkpoint.every, "0: only at the end and when the run is stopped").at_least(0).unit("steps");
-  t.add("checkpoint.at_end", checkpoint.at_end, "save after the last step");
-  t.add("checkpoint.async", checkpoint.async, "write behind training, from a copy in host memory");
-  t.add("checkpoint.keep_last", checkpoint.save.keep_last, "newest checkpoints that stay; 0: all").at_least(0);
-  t.add("checkpoint.keep_every", checkpoint.save.keep_every, "steps at multiples of this stay as well; 0: none")
+  t.add("checkpoint.every", checkpoint.every, "0: only at the end and when the run is stopped")
       .at_least(0)
       .unit("steps");
-  t.add("checkpoint.collective", checkpoint.save.collective, "collective MPI-IO transfers instead of independent ones");
-  t.add("checkpoint.piece_mb", checkpoint.piece_mb, "largest single transfer; from a GPU by way of as much host memory")
+  t.add("checkpoint.at_end", checkpoint.at_end, "save after the last step");
+  t.add("checkpoint.async", checkpoint.async, "write behind training, from a copy in host memory");
+  t.add("checkpoint.keep_last", checkpoint.save.keep_last, "newest checkpoints that stay; 0: all")
+      .at_least(0);
+  t.add("checkpoint.keep_every", checkpoint.save.keep_every,
+        "steps at multiples of this stay as well; 0: none")
+      .at_least(0)
+      .unit("steps");
+  t.add("checkpoint.collective", checkpoint.save.collective,
+        "collective MPI-IO transfers instead of independent ones");
+  t.add("checkpoint.piece_mb", checkpoint.piece_mb,
+        "largest single transfer; from a GPU by way of as much host memory")
       .at_least(1)
       .at_most(2047)
       .unit("MiB");
-  t.add("checkpoint.alignment_kb", checkpoint.alignment_kb, "of large datasets in the file, a stripe on Lustre")
+  t.add("checkpoint.alignment_kb", checkpoint.alignment_kb,
+        "of large datasets in the file, a stripe on Lustre")
       .at_least(1)
       .unit("KiB");
-  t.add("checkpoint.hints", checkpoint.save.hints, "MPI-IO hints, striping_factor=8,striping_unit=4194304");
+  t.add("checkpoint.hints", checkpoint.save.hints,
+        "MPI-IO hints, striping_factor=8,striping_unit=4194304");
 
   t.section("comm", "what moves between ranks");
   t.add("comm.transport", transport.name,
-        "shm: shared memory in a node; mpi: plain MPI calls; nccl, mpi-cuda: GPUs; auto: shm or nccl")
+        "shm: shared memory in a node; mpi: plain MPI calls; nccl, mpi-cuda: GPUs; auto: shm or "
+        "nccl")
       .one_of({"auto", "shm", "mpi", "nccl", "mpi-cuda"});
   t.add("comm.nccl_buffers", transport.nccl_buffers,
-        "nccl: windows registers them symmetrically; copy-engine: and gathers take no multiprocessor where NCCL can")
+        "nccl: windows registers them symmetrically; copy-engine: and gathers take no "
+        "multiprocessor where NCCL can")
       .one_of({"plain", "windows", "copy-engine"});
-  t.add("comm.mpi_memory", transport.mpi_memory,
-        "mpi-cuda: what MPI gets, GPU memory or pinned copies; auto: as the MPI library says it can")
+  t.add(
+       "comm.mpi_memory", transport.mpi_memory,
+       "mpi-cuda: what MPI gets, GPU memory or pinned copies; auto: as the MPI library says it can")
       .one_of({"auto", "device", "pinned"});
   t.section("device", "what computes");
-  t.add("device.backend", backend, "what runs the operators; cuda needs a build by `make CUDA=1`").one_of({"cpu", "cuda"});
+  t.add("device.backend", backend, "what runs the operators; cuda needs a build by `make CUDA=1`")
+      .one_of({"cpu", "cuda"});
 }
 
 void TrainConfig::finish(int ranks) {
@@ -140,11 +170,13 @@ void TrainConfig::finish(int ranks) {
   fsdp.reduce_dtype = parse_dtype(train.reduce_dtype);
   adamw.decay_matrices_only = decay == "matrices";
   schedule.total_steps = train.steps;
-  if (data.train.empty()) fail_usage("data.train is not set: name a token file (`qshard data tokenize` makes one)");
+  if (data.train.empty())
+    fail_usage("data.train is not set: name a token file (`qshard data tokenize` makes one)");
   for (double beta : {adamw.beta1, adamw.beta2})
     if (beta >= 1) fail_usage("optim.beta1 and optim.beta2 must be below 1, found {}", beta);
   if (schedule.warmup_steps > train.steps)
-    fail_usage("schedule.warmup_steps {} is more than train.steps {}", schedule.warmup_steps, train.steps);
+    fail_usage("schedule.warmup_steps {} is more than train.steps {}", schedule.warmup_steps,
+               train.steps);
   if (schedule.min_lr > schedule.lr)
     fail_usage("schedule.min_lr {} is more than optim.lr {}", schedule.min_lr, schedule.lr);
   if (schedule.kind == "wsd" && schedule.warmup_steps + schedule.decay_steps > train.steps)
@@ -153,10 +185,11 @@ void TrainConfig::finish(int ranks) {
   const int64_t step = train.micro_batch ? train.micro_batch * ranks : ranks;
   if (train.global_batch % step) {
     const int64_t below = train.global_batch / step * step;
-    const std::string by = train.micro_batch ? fmt::format("{} ranks × micro_batch {} = {}", ranks, train.micro_batch, step)
+    const std::string by = train.micro_batch ? fmt::format("{} ranks × micro_batch {} = {}", ranks,
+                                                           train.micro_batch, step)
                                              : fmt::format("{} ranks", ranks);
-    fail_usage("train.global_batch {} does not divide by {}: nearest are {}{}", train.global_batch, by,
-               below ? fmt::format("{} and ", below) : "", below + step);
+    fail_usage("train.global_batch {} does not divide by {}: nearest are {}{}", train.global_batch,
+               by, below ? fmt::format("{} and ", below) : "", below + step);
   }
   if (train.micro_batch == 0) train.micro_batch = train.global_batch / ranks;
 }
@@ -165,7 +198,8 @@ std::string TrainConfig::hf_folder() const { return init.starts_with("hf:") ? in
 
 Qwen3Config TrainConfig::load_model() const {
   const std::string folder = hf_folder();
-  const std::string path = model.config.empty() && !folder.empty() ? folder + "/config.json" : model.config;
+  const std::string path =
+      model.config.empty() && !folder.empty() ? folder + "/config.json" : model.config;
   nlohmann::json json = nlohmann::json::object();
   if (!path.empty()) json = parse_json(read_file(path), path);
   auto override_with = [&](const char* field, const auto& value) {
@@ -181,25 +215,39 @@ Qwen3Config TrainConfig::load_model() const {
   override_with("rope_theta", model.rope_theta);
   override_with("rms_norm_eps", model.rms_norm_eps);
   override_with("initializer_range", model.initializer_range);
-  if (!model.tie_word_embeddings.empty()) json["tie_word_embeddings"] = model.tie_word_embeddings == "true";
+  if (!model.tie_word_embeddings.empty())
+    json["tie_word_embeddings"] = model.tie_word_embeddings == "true";
   // One theta, wherever the file has it; the rest of these fields stays, to be checked.
   for (const char* field : {"rope_parameters", "rope_scaling"})
     if (model.rope_theta != 0 && json.contains(field) && json[field].is_object())
       json[field].erase("rope_theta");
-  const Qwen3Config config = Qwen3Config::from_json(json, path.empty() ? "the options model.*" : path);
+  const Qwen3Config config =
+      Qwen3Config::from_json(json, path.empty() ? "the options model.*" : path);
   if (!folder.empty()) require_same_model(config, read_hf_config(folder), folder);
   return config;
 }
 
 ConfigChanges compare_runs(const nlohmann::json& saved, const nlohmann::json& now) {
-  // What changes rounding at most, or only what is reported and kept; the model is compared as it is
-  // after its file and these options were put together.
-  static const std::vector<std::string> ignored = {
-      "/train/micro_batch", "/train/log_every", "/train/eval_every", "/train/eval_samples", "/train/out",
-      "/train/overwrite",   "/train/save_model", "/train/peak_gflops", "/train/stop_after", "/data/val",
-      "/fsdp",              "/comm",             "/device",            "/checkpoint",       "/model/"};
+  // What changes rounding at most, or only what is reported and kept; the model is compared as it
+  // is after its file and these options were put together.
+  static const std::vector<std::string> ignored = {"/train/micro_batch",
+                                                   "/train/log_every",
+                                                   "/train/eval_every",
+                                                   "/train/eval_samples",
+                                                   "/train/out",
+                                                   "/train/overwrite",
+                                                   "/train/save_model",
+                                                   "/train/peak_gflops",
+                                                   "/train/stop_after",
+                                                   "/data/val",
+                                                   "/fsdp",
+                                                   "/comm",
+                                                   "/device",
+                                                   "/checkpoint",
+                                                   "/model/"};
   auto starts_with_any = [](const std::string& path, const std::vector<std::string>& prefixes) {
-    return std::any_of(prefixes.begin(), prefixes.end(), [&](const std::string& p) { return path.starts_with(p); });
+    return std::any_of(prefixes.begin(), prefixes.end(),
+                       [&](const std::string& p) { return path.starts_with(p); });
   };
   ConfigChanges changes;
   const nlohmann::json a = saved.flatten(), b = now.flatten();

@@ -31,16 +31,21 @@ std::string timestamp() {
 }
 
 // T inputs and T labels of the sample that starts at token `first`.
-void read_sample(const TokenFile& file, int64_t first, int64_t T, int64_t vocab, int32_t* ids, int32_t* labels) {
+void read_sample(const TokenFile& file, int64_t first, int64_t T, int64_t vocab, int32_t* ids,
+                 int32_t* labels) {
   file.read(first, T, vocab, ids);
   file.read(first + 1, T, vocab, labels);
 }
 
 }  // namespace
 
-Trainer::Trainer(TrainConfig config, const nlohmann::json& settings, const std::string& table, World& world,
-                 Backend& backend, TracedRun* traced)
-    : config_(std::move(config)), world_(world), backend_(backend), traced_(traced), settings_(settings) {
+Trainer::Trainer(TrainConfig config, const nlohmann::json& settings, const std::string& table,
+                 World& world, Backend& backend, TracedRun* traced)
+    : config_(std::move(config)),
+      world_(world),
+      backend_(backend),
+      traced_(traced),
+      settings_(settings) {
   collectively(world_, [&] {
     config_.finish(world_.size());
     model_config_ = config_.load_model();
@@ -61,8 +66,8 @@ Trainer::Trainer(TrainConfig config, const nlohmann::json& settings, const std::
 
   make_engine();
   say("transport   {}", engine_->collectives().name());
-  checkpointer_ = std::make_unique<Checkpointer>(config_.checkpoint, config_.checkpoint_folder(), world_, backend_,
-                                                 engine_->model());
+  checkpointer_ = std::make_unique<Checkpointer>(config_.checkpoint, config_.checkpoint_folder(),
+                                                 world_, backend_, engine_->model());
   if (!checkpoint_.empty())
     restore();
   else if (weights)
@@ -76,8 +81,9 @@ void Trainer::make_engine() {
   auto transport = make_transport(config_.transport, world_, backend_, config_.fsdp.prefetch + 1);
   if (traced_) create_trace(world_, traced_->path);
   if (traced_) transport = make_traced_collectives(std::move(transport), world_, traced_->trace);
-  engine_ = std::make_unique<Engine>(model_config_, config_.fsdp, config_.adamw, std::move(transport),
-                                     config_.train.micro_batch, config_.train.seq, world_, backend_);
+  engine_ =
+      std::make_unique<Engine>(model_config_, config_.fsdp, config_.adamw, std::move(transport),
+                               config_.train.micro_batch, config_.train.seq, world_, backend_);
 }
 
 // Sets checkpoint_, saved_ and first_step_.
@@ -85,25 +91,32 @@ void Trainer::choose_checkpoint() {
   const bool weights_only = config_.init == "weights-only";
   if (config_.resume == "none") {
     if (weights_only)
-      throw AgreedError("--init weights-only takes the weights of --resume PATH, which is not given", kExitUsage);
+      throw AgreedError(
+          "--init weights-only takes the weights of --resume PATH, which is not given", kExitUsage);
     return;
   }
   const bool automatic = config_.resume == "auto";
   if (!automatic && !config_.hf_folder().empty())
-    throw AgreedError(fmt::format("--init {} and --resume {} both give the weights: keep one", config_.init,
-                                  config_.resume), kExitUsage);
+    throw AgreedError(fmt::format("--init {} and --resume {} both give the weights: keep one",
+                                  config_.init, config_.resume),
+                      kExitUsage);
   if (automatic && config_.train.out.empty())
-    throw AgreedError("--resume auto looks in <train.out>/checkpoints: name the folder with --train.out", kExitUsage);
+    throw AgreedError(
+        "--resume auto looks in <train.out>/checkpoints: name the folder with --train.out",
+        kExitUsage);
   checkpoint_ = automatic ? config_.checkpoint_folder() : config_.resume;
   std::error_code ignored;
   const bool is_file = std::filesystem::is_regular_file(checkpoint_, ignored);
   if (world_.broadcast(is_file ? "file" : "", 0).empty()) {
     const std::string folder = checkpoint_;
-    checkpoint_ = find_checkpoint(world_, folder, [](const std::string& text) { say("warning     {}", text); });
-    if (checkpoint_.empty() && !automatic) throw AgreedError(fmt::format("no checkpoint in {}", folder));
+    checkpoint_ = find_checkpoint(world_, folder,
+                                  [](const std::string& text) { say("warning     {}", text); });
+    if (checkpoint_.empty() && !automatic)
+      throw AgreedError(fmt::format("no checkpoint in {}", folder));
   }
   if (checkpoint_.empty()) {
-    if (world_.rank() == 0) say("no checkpoint in {}: starting at step 1", config_.checkpoint_folder());
+    if (world_.rank() == 0)
+      say("no checkpoint in {}: starting at step 1", config_.checkpoint_folder());
     return;
   }
   collectively(world_, [&] {
@@ -112,38 +125,46 @@ void Trainer::choose_checkpoint() {
   });
   first_step_ = weights_only ? 1 : saved_.step + 1;
   if (nothing_to_do() && world_.rank() == 0)
-    say("nothing to do: {} holds step {}, train.steps is {}", checkpoint_, saved_.step, config_.train.steps);
+    say("nothing to do: {} holds step {}, train.steps is {}", checkpoint_, saved_.step,
+        config_.train.steps);
 }
 
 void Trainer::require_compatible(const CheckpointState& saved) const {
   ConfigChanges changes = compare_runs(saved.run, settings_);
   const ConfigChanges model = compare_runs(saved.model, model_config_.to_json());
-  changes.mathematics.insert(changes.mathematics.end(), model.mathematics.begin(), model.mathematics.end());
+  changes.mathematics.insert(changes.mathematics.end(), model.mathematics.begin(),
+                             model.mathematics.end());
   if (world_.rank() == 0)
     for (const auto* list : {&changes.others, &changes.mathematics})
-      for (const std::string& change : *list) say("warning     differs from the saved run: {}", change);
+      for (const std::string& change : *list)
+        say("warning     differs from the saved run: {}", change);
   if (!changes.mathematics.empty() && !config_.allow_changes)
-    fail_usage("{}: options that change the mathematics differ: {}; use the saved values, or --allow-changes",
-               checkpoint_, fmt::join(changes.mathematics, ", "));
+    fail_usage(
+        "{}: options that change the mathematics differ: {}; use the saved values, or "
+        "--allow-changes",
+        checkpoint_, fmt::join(changes.mathematics, ", "));
 }
 
 void Trainer::restore() {
   const bool weights_only = config_.init == "weights-only";
   const auto begin = Clock::now();
-  load_checkpoint(world_, checkpoint_, checkpoint_tensors(world_, engine_->model(), weights_only), weights_only,
-                  Staging(*backend_.device));
+  load_checkpoint(world_, checkpoint_, checkpoint_tensors(world_, engine_->model(), weights_only),
+                  weights_only, Staging(*backend_.device));
   for (int u = 0; u < engine_->model().num_units(); ++u) {
     engine_->model().unit(u).cast_to_compute();
     engine_->model().unit(u).publish();
   }
   if (!weights_only) engine_->restore(saved_.step, saved_.updates);
   if (world_.rank() == 0)
-    say("resumed     {} written by {} rank(s) in {:.2f} s: {}", checkpoint_, saved_.world_size, seconds_since(begin),
-        weights_only ? "weights only, starting at step 1" : fmt::format("going on with step {}", first_step_));
+    say("resumed     {} written by {} rank(s) in {:.2f} s: {}", checkpoint_, saved_.world_size,
+        seconds_since(begin),
+        weights_only ? "weights only, starting at step 1"
+                     : fmt::format("going on with step {}", first_step_));
 }
 
 void Trainer::start_from(const HfWeights& weights) {
-  import_weights(world_, engine_->model(), weights, [](const std::string& text) { say("warning     {}", text); });
+  import_weights(world_, engine_->model(), weights,
+                 [](const std::string& text) { say("warning     {}", text); });
   if (world_.rank() == 0) say("weights     {}", weights.folder());
 }
 
@@ -171,16 +192,20 @@ void Trainer::log_save() {
 
 void Trainer::open_metrics() {
   world_.barrier();
-  double peak = config_.train.peak_gflops > 0 ? config_.train.peak_gflops * 1e9
-                                              : backend_.ops->measure_peak(config_.fsdp.param_dtype, 0.1);
+  double peak = config_.train.peak_gflops > 0
+                    ? config_.train.peak_gflops * 1e9
+                    : backend_.ops->measure_peak(config_.fsdp.param_dtype, 0.1);
   world_.all_reduce_sum(&peak, 1);
-  const double flops = model_config_.train_flops_per_token(config_.train.seq) * static_cast<double>(config_.tokens_per_step());
+  const double flops = model_config_.train_flops_per_token(config_.train.seq) *
+                       static_cast<double>(config_.tokens_per_step());
   collectively(world_, [&] {
     if (world_.rank() != 0) return;
-    say("product rate of all ranks together: {:.1f} GFLOP/s ({}); a step is {:.2f} GFLOP of model arithmetic\n",
-               peak / 1e9, config_.train.peak_gflops > 0 ? "given" : "measured now", flops / 1e9);
-    metrics_ = std::make_unique<Metrics>(Metrics::Run{config_.train.out, config_.train.steps, config_.train.log_every,
-                                                      config_.tokens_per_step(), flops, peak, first_step_, checkpoint_});
+    say("product rate of all ranks together: {:.1f} GFLOP/s ({}); a step is {:.2f} GFLOP of model "
+        "arithmetic\n",
+        peak / 1e9, config_.train.peak_gflops > 0 ? "given" : "measured now", flops / 1e9);
+    metrics_ = std::make_unique<Metrics>(
+        Metrics::Run{config_.train.out, config_.train.steps, config_.train.log_every,
+                     config_.tokens_per_step(), flops, peak, first_step_, checkpoint_});
   });
 }
 
@@ -189,8 +214,11 @@ void Trainer::open_data() {
   auto open = [&](const std::string& path) {
     auto file = std::make_unique<TokenFile>(path, config_.data.format);
     if (file->info().vocab_size > V)
-      fail("{}: tokenized for a vocabulary of {}, the model has vocab_size {}: use the model's tokenizer or a model "
-           "with at least {} rows", path, file->info().vocab_size, V, file->info().vocab_size);
+      fail(
+          "{}: tokenized for a vocabulary of {}, the model has vocab_size {}: use the model's "
+          "tokenizer or a model "
+          "with at least {} rows",
+          path, file->info().vocab_size, V, file->info().vocab_size);
     return file;
   };
   train_file_ = open(config_.data.train);
@@ -200,7 +228,7 @@ void Trainer::open_data() {
     val_file_ = open(config_.data.val);
     if (val_file_->info().tokens <= config_.train.seq)
       fail_usage("{}: {} tokens, an evaluation needs at least train.seq + 1 = {}", config_.data.val,
-           val_file_->info().tokens, config_.train.seq + 1);
+                 val_file_->info().tokens, config_.train.seq + 1);
   }
 }
 
@@ -210,7 +238,8 @@ void Trainer::require_same_inputs() const {
   auto describe = [](const TokenFile* file) {
     if (!file) return std::string("none");
     const TokenFileInfo& i = file->info();
-    return fmt::format("{} tokens, vocabulary {}, tokenizer '{}'", i.tokens, i.vocab_size, i.tokenizer);
+    return fmt::format("{} tokens, vocabulary {}, tokenizer '{}'", i.tokens, i.vocab_size,
+                       i.tokenizer);
   };
   const std::pair<const char*, std::string> inputs[] = {{"model", model_config_.to_json().dump()},
                                                         {"data.train", describe(train_file_.get())},
@@ -218,7 +247,8 @@ void Trainer::require_same_inputs() const {
   for (const auto& [name, own] : inputs) {
     const std::string first = world_.broadcast(own, 0);
     collectively(world_, [&, &what = name, &here = own] {
-      if (here != first) fail("{} is not the same here as on rank 0: {}; rank 0: {}", what, here, first);
+      if (here != first)
+        fail("{} is not the same here as on rank 0: {}; rank 0: {}", what, here, first);
     });
   }
 }
@@ -234,13 +264,14 @@ void Trainer::prepare_outputs(const nlohmann::json& settings) {
     if (error) fail("cannot create {}: {}", folder.string(), error.message());
     // A run that was killed before its first checkpoint is gone on with as well.
     const std::filesystem::path from = std::filesystem::path(checkpoint_).parent_path();
-    const bool goes_on = config_.resume == "auto" ||
-                         (first_step_ > 1 && std::filesystem::equivalent(
-                                                 from, config_.checkpoint_folder(), error));
+    const bool goes_on =
+        config_.resume == "auto" ||
+        (first_step_ > 1 && std::filesystem::equivalent(from, config_.checkpoint_folder(), error));
     for (const char* name : {"run.json", "metrics.jsonl", "config.json", "model.safetensors"}) {
       if (goes_on || !std::filesystem::exists(folder / name)) continue;
       if (!config_.train.overwrite)
-        fail("{} exists: choose another --train.out, or --train.overwrite true", (folder / name).string());
+        fail("{} exists: choose another --train.out, or --train.overwrite true",
+             (folder / name).string());
       std::filesystem::remove(folder / name);
     }
     std::ofstream file(folder / "run.json");
@@ -250,24 +281,30 @@ void Trainer::prepare_outputs(const nlohmann::json& settings) {
 }
 
 void Trainer::print_start(const std::string& table) {
-  const auto ranks = world_.gather(fmt::format("{} cpus {} threads {} on {}", world_.rank(), world_.cpus(),
-                                               world_.threads_per_rank(), world_.host()));
+  const auto ranks =
+      world_.gather(fmt::format("{} cpus {} threads {} on {}", world_.rank(), world_.cpus(),
+                                world_.threads_per_rank(), world_.host()));
   if (world_.rank() != 0) return;
   const TrainOptions& t = config_.train;
-  say("settings    * = not the default; all of them in run.json, what they mean: qshard train --help\n{}", table);
-  say("model       {} parameters, {} layers; a rank holds 1/{} of each", model_config_.num_parameters(),
-             model_config_.num_hidden_layers, world_.size());
-  say("data        {}: {} tokens, {} samples of {} tokens, {} steps an epoch ({} samples left out of each)",
-             config_.data.train, train_file_->info().tokens, sampler_->samples(), t.seq, sampler_->steps_per_epoch(),
-             sampler_->dropped_per_epoch());
-  say("step        {} sequences = {} ranks × {} micro-batches × {} sequences of {} tokens", t.global_batch,
-             world_.size(), config_.accumulation(world_.size()), t.micro_batch, t.seq);
-  say("numbers     parameters {}, gradients reduced as {}, sums and master weights f32", t.param_dtype, t.reduce_dtype);
+  say("settings    * = not the default; all of them in run.json, what they mean: qshard train "
+      "--help\n{}",
+      table);
+  say("model       {} parameters, {} layers; a rank holds 1/{} of each",
+      model_config_.num_parameters(), model_config_.num_hidden_layers, world_.size());
+  say("data        {}: {} tokens, {} samples of {} tokens, {} steps an epoch ({} samples left out "
+      "of each)",
+      config_.data.train, train_file_->info().tokens, sampler_->samples(), t.seq,
+      sampler_->steps_per_epoch(), sampler_->dropped_per_epoch());
+  say("step        {} sequences = {} ranks × {} micro-batches × {} sequences of {} tokens",
+      t.global_batch, world_.size(), config_.accumulation(world_.size()), t.micro_batch, t.seq);
+  say("numbers     parameters {}, gradients reduced as {}, sums and master weights f32",
+      t.param_dtype, t.reduce_dtype);
   say("ranks       {} on {} node(s), {}, {} thread(s) a rank, {}", world_.size(), world_.nodes(),
-             backend_.device->name(), world_.threads_per_rank(),
-             fmt::format("{}, {}", world_.mpi_version(), hdf5_version()));
+      backend_.device->name(), world_.threads_per_rank(),
+      fmt::format("{}, {}", world_.mpi_version(), hdf5_version()));
   if (world_.cpus() < world_.node_size())
-    say("warning     {} cpu(s) for {} ranks on this node: ranks take turns", world_.cpus(), world_.node_size());
+    say("warning     {} cpu(s) for {} ranks on this node: ranks take turns", world_.cpus(),
+        world_.node_size());
   for (const std::string& rank : ranks)
     if (world_.nodes() > 1) say("rank        {}", rank);
   say("output      {}", t.out);
@@ -281,14 +318,17 @@ int Trainer::run() {
     if (traced_ && step - first_step_ + 1 == traced_->steps) traced_->trace.record(false);
     log_save();
     const bool last = step == steps;
-    if (val_file_ && (last || (config_.train.eval_every && step % config_.train.eval_every == 0))) evaluate(step);
+    if (val_file_ && (last || (config_.train.eval_every && step % config_.train.eval_every == 0)))
+      evaluate(step);
     const bool leave = stop_ && !last;
     if (leave || (last && config_.checkpoint.at_end) || (every && step % every == 0)) save(step);
     if (leave) {
       checkpointer_->finish();
       log_save();
       end_of_trace();
-      if (world_.rank() == 0) say("stopped after step {}, saved: go on with --resume auto --train.out {}", step, config_.train.out);
+      if (world_.rank() == 0)
+        say("stopped after step {}, saved: go on with --resume auto --train.out {}", step,
+            config_.train.out);
       return kExitResume;
     }
   }
@@ -314,7 +354,8 @@ void Trainer::train_step(int64_t step) {
                        checkpointer_->failed() ? 1.0 : 0.0};
   world_.all_reduce_max(highest, 3);
   stop_ = highest[1] > 0;
-  if (metrics_) metrics_->step(step, result, lr, {seconds_since(begin), static_cast<int64_t>(highest[0])});
+  if (metrics_)
+    metrics_->step(step, result, lr, {seconds_since(begin), static_cast<int64_t>(highest[0])});
   if (highest[2] > 0) checkpointer_->finish();  // throws on all ranks
 }
 
@@ -383,18 +424,22 @@ std::vector<TokenBatch> Trainer::read_evaluation(int64_t samples) {
 void Trainer::end_of_trace() {
   if (!traced_) return;
   write_trace(world_, traced_->trace, traced_->path);
-  if (world_.rank() == 0) say("trace of the first {} step(s) in {}: open it in ui.perfetto.dev", traced_->steps, traced_->path);
+  if (world_.rank() == 0)
+    say("trace of the first {} step(s) in {}: open it in ui.perfetto.dev", traced_->steps,
+        traced_->path);
 }
 
 void Trainer::save_model() {
   const std::string path = config_.train.out + "/model.safetensors";
   export_model(world_, engine_->model(), ExportWhat::weights, path);
   collectively(world_, [&] {
-    if (world_.rank() == 0) write_hf_config(config_.train.out + "/config.json", model_config_, DType::f32);
+    if (world_.rank() == 0)
+      write_hf_config(config_.train.out + "/config.json", model_config_, DType::f32);
   });
   if (world_.rank() == 0)
-    say("outputs in {}: metrics.jsonl, run.json, and config.json + model.safetensors for Hugging Face",
-               config_.train.out);
+    say("outputs in {}: metrics.jsonl, run.json, and config.json + model.safetensors for Hugging "
+        "Face",
+        config_.train.out);
 }
 
 int64_t Trainer::peak_memory() const {

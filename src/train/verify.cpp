@@ -20,7 +20,7 @@ using nlohmann::json;
 struct Case {
   json train;
   Qwen3Config config;
-  int64_t ranks, B, T, accum, steps;  // of this replay
+  int64_t ranks, B, T, accum, steps;    // of this replay
   std::vector<int32_t> inputs, labels;  // [steps, accum, B, T] of this rank
 };
 
@@ -30,12 +30,15 @@ int64_t positive(const json& j, const char* key, const std::string& where) {
   return j[key].get<int64_t>();
 }
 
-// This rank's rows of a [steps, accum, world·batch, T] tensor: the case's own rows where the number of
-// ranks is the case's, otherwise the same rows of the global batch dealt out over the ranks there are.
-std::vector<int32_t> own_rows(const SafetensorsFile& file, const char* name, const Case& c, int rank) {
+// This rank's rows of a [steps, accum, world·batch, T] tensor: the case's own rows where the number
+// of ranks is the case's, otherwise the same rows of the global batch dealt out over the ranks
+// there are.
+std::vector<int32_t> own_rows(const SafetensorsFile& file, const char* name, const Case& c,
+                              int rank) {
   const Tensor& t = file[name];
   const Shape expected{c.steps, c.accum, c.ranks * c.B, c.T};
-  if (!(t.shape == expected)) fail("{}: {} expected {}, found {}", file.path(), name, expected.str(), t.shape.str());
+  if (!(t.shape == expected))
+    fail("{}: {} expected {}, found {}", file.path(), name, expected.str(), t.shape.str());
   const int32_t* values = t.as<int32_t>();
   const int64_t global = c.ranks * c.B * c.T, own = c.B * c.T;
   std::vector<int32_t> rows;
@@ -51,12 +54,15 @@ Case load_case(const VerifyOptions& options, const World& world) {
   const std::string path = options.folder + "/train.json", config = options.folder + "/config.json";
   c.train = parse_json(read_file(path), path);
   c.config = Qwen3Config::from_json(parse_json(read_file(config), config), config);
-  const int64_t case_ranks = positive(c.train, "world", path), rows = case_ranks * positive(c.train, "batch", path);
+  const int64_t case_ranks = positive(c.train, "world", path),
+                rows = case_ranks * positive(c.train, "batch", path);
   c.ranks = world.size();
   if (c.ranks != case_ranks && !options.ranks_any)
-    fail_usage("{}: the case is for {} ranks, this run has {}: use mpirun -n {} or --ranks-any", options.folder,
-               case_ranks, c.ranks, case_ranks);
-  if (rows % c.ranks) fail_usage("{}: {} rows a micro-batch do not divide over {} ranks", options.folder, rows, c.ranks);
+    fail_usage("{}: the case is for {} ranks, this run has {}: use mpirun -n {} or --ranks-any",
+               options.folder, case_ranks, c.ranks, case_ranks);
+  if (rows % c.ranks)
+    fail_usage("{}: {} rows a micro-batch do not divide over {} ranks", options.folder, rows,
+               c.ranks);
   c.B = rows / c.ranks;
   c.T = positive(c.train, "seq", path);
   c.accum = positive(c.train, "accum", path);
@@ -66,8 +72,10 @@ Case load_case(const VerifyOptions& options, const World& world) {
   c.labels = own_rows(batches, "labels", c, world.rank());
   for (size_t i = 0; i < c.inputs.size(); ++i) {
     const int64_t V = c.config.vocab_size;
-    if (c.inputs[i] < 0 || c.inputs[i] >= V || (c.labels[i] != -100 && (c.labels[i] < 0 || c.labels[i] >= V)))
-      fail("{}: id {} or label {} is outside the vocabulary of {}", batches.path(), c.inputs[i], c.labels[i], V);
+    if (c.inputs[i] < 0 || c.inputs[i] >= V ||
+        (c.labels[i] != -100 && (c.labels[i] < 0 || c.labels[i] >= V)))
+      fail("{}: id {} or label {} is outside the vocabulary of {}", batches.path(), c.inputs[i],
+           c.labels[i], V);
   }
   return c;
 }
@@ -78,7 +86,8 @@ auto reading_train_json(const VerifyOptions& options, Fn fn) {
   try {
     return fn();
   } catch (const json::exception& error) {
-    fail("{}/train.json: {}; expected the fields of test/reference/README.md", options.folder, error.what());
+    fail("{}/train.json: {}; expected the fields of test/reference/README.md", options.folder,
+         error.what());
   }
 }
 
@@ -93,8 +102,11 @@ class OutputFolder {
   }
   void create(const std::string& wanted) {
     temporary_ = wanted.empty();
-    path_ = temporary_ ? (std::filesystem::temp_directory_path() / fmt::format("qshard-verify-{}", getpid())).string()
-                       : wanted;
+    path_ =
+        temporary_
+            ? (std::filesystem::temp_directory_path() / fmt::format("qshard-verify-{}", getpid()))
+                  .string()
+            : wanted;
     std::filesystem::create_directories(path_);
   }
   const std::string& path() const { return path_; }
@@ -127,7 +139,8 @@ VerifyRow compare_steps(const char* quantity, const json& results, const json& e
 }
 
 // PyTorch's own error and the limit that follows from it.
-void set_limit(VerifyRow& row, const Case& c, const std::string& dtype, const char* key, double f32_floor) {
+void set_limit(VerifyRow& row, const Case& c, const std::string& dtype, const char* key,
+               double f32_floor) {
   row.pytorch = c.train.at("pytorch_fsdp2_error").at(dtype).at(key);
   row.limit = dtype == "f32" ? std::max(3 * row.pytorch, f32_floor) : 2 * row.pytorch;
 }
@@ -142,8 +155,8 @@ double norm_of(const SafetensorsFile& file) {
   return std::sqrt(sum);
 }
 
-// A case may hold the gradient of step 1 as it is before clipping or as the optimizer uses it; its own
-// norm tells which. Returns the factor for ours.
+// A case may hold the gradient of step 1 as it is before clipping or as the optimizer uses it; its
+// own norm tells which. Returns the factor for ours.
 float gradient_scale(const VerifyOptions& options, const Case& c, double clip) {
   const double norm = c.train.at("expected").at(0).at("grad_norm");
   const float factor = clip_factor(norm, clip);
@@ -162,9 +175,12 @@ json replay(Case& c, Engine& engine, const World& world, const std::string& out,
       batches.push_back({&c.inputs[at], &c.labels[at]});
     }
     const StepResult r = engine.compute_gradients(batches);
-    if (s == 0) export_model(world, engine.model(), ExportWhat::gradients, out + "/step1_grads.safetensors", grad_scale);
+    if (s == 0)
+      export_model(world, engine.model(), ExportWhat::gradients, out + "/step1_grads.safetensors",
+                   grad_scale);
     engine.update(r, lr);
-    results.push_back({{"step", s + 1}, {"loss", r.loss}, {"grad_norm", r.grad_norm}, {"tokens", r.kept}});
+    results.push_back(
+        {{"step", s + 1}, {"loss", r.loss}, {"grad_norm", r.grad_norm}, {"tokens", r.kept}});
   }
   export_model(world, engine.model(), ExportWhat::weights, out + "/final.safetensors");
   return results;
@@ -172,15 +188,18 @@ json replay(Case& c, Engine& engine, const World& world, const std::string& out,
 
 }  // namespace
 
-VerifyRow compare_files(const std::string& quantity, const std::string& ours_path, const std::string& truth_path) {
+VerifyRow compare_files(const std::string& quantity, const std::string& ours_path,
+                        const std::string& truth_path) {
   const SafetensorsFile ours(ours_path), truth(truth_path);
   VerifyRow row{quantity, 0, 0, 0, ""};
   for (const std::string& name : ours.names())
-    if (!truth.contains(name)) fail("{}: tensor {} is missing, nothing to compare with", truth_path, name);
+    if (!truth.contains(name))
+      fail("{}: tensor {} is missing, nothing to compare with", truth_path, name);
   for (const std::string& name : truth.names()) {
     const int64_t n = truth[name].numel();
     if (!(ours[name].shape == truth[name].shape))
-      fail("{}: {} expected {}, found {}", ours_path, name, truth[name].shape.str(), ours[name].shape.str());
+      fail("{}: {} expected {}, found {}", ours_path, name, truth[name].shape.str(),
+           ours[name].shape.str());
     std::vector<float> a(n), b(n);
     ours.read_f32(name, 0, n, a.data());
     truth.read_f32(name, 0, n, b.data());
@@ -203,7 +222,8 @@ std::vector<VerifyRow> compare(const VerifyOptions& options, const Case& c, cons
   const json& expected = c.train.at("expected");
   std::vector<VerifyRow> rows = {
       compare_steps("loss", results, expected), compare_steps("grad_norm", results, expected),
-      compare_files("step1_grads", out + "/step1_grads.safetensors", options.folder + "/step1_grads.safetensors"),
+      compare_files("step1_grads", out + "/step1_grads.safetensors",
+                    options.folder + "/step1_grads.safetensors"),
       compare_files("final", out + "/final.safetensors", options.folder + "/final.safetensors")};
   const std::string& dtype = options.param_dtype;
   set_limit(rows[0], c, dtype, "loss", 1e-6);
@@ -212,7 +232,8 @@ std::vector<VerifyRow> compare(const VerifyOptions& options, const Case& c, cons
   set_limit(rows[3], c, dtype, "final_rel_l2", 2e-5);
   VerifyRow kept{"tokens", 0, 0, 0, ""};
   for (size_t s = 0; s < expected.size(); ++s)
-    if (results[s]["tokens"] != expected[s].at("tokens")) kept.error = 1, kept.where = fmt::format("step {}", s + 1);
+    if (results[s]["tokens"] != expected[s].at("tokens"))
+      kept.error = 1, kept.where = fmt::format("step {}", s + 1);
   rows.push_back(kept);
   return rows;
 }
@@ -241,7 +262,8 @@ VerifyReport verify_reference(const VerifyOptions& options, World& world, Backen
     });
     weights = std::make_unique<HfWeights>(options.folder);
     if (world.rank() == 0) {
-      grad_scale = reading_train_json(options, [&] { return gradient_scale(options, c, adamw.clip); });
+      grad_scale =
+          reading_train_json(options, [&] { return gradient_scale(options, c, adamw.clip); });
       folder.create(options.out);
     }
   });
@@ -256,7 +278,8 @@ VerifyReport verify_reference(const VerifyOptions& options, World& world, Backen
   collectively(world, [&] {
     if (world.rank() != 0) return;
     report.rows = reading_train_json(options, [&] { return compare(options, c, results, out); });
-    report.ok = std::all_of(report.rows.begin(), report.rows.end(), [](const VerifyRow& row) { return row.ok(); });
+    report.ok = std::all_of(report.rows.begin(), report.rows.end(),
+                            [](const VerifyRow& row) { return row.ok(); });
     if (options.out.empty()) return;
     std::ofstream file(out + "/result.json");
     file << results.dump(1) << '\n';

@@ -374,7 +374,9 @@ TEST(Checkpoint, RowsOfMoreThan2GiBOnOneRank) {
   const Shape shape = {151936, 4096};
   const auto [first, end] = all_to_last(shape[0], world().rank());
   const int64_t row = shape.row_numel(), numel = (end - first) * row;
-  const auto value = [](int64_t i) { return static_cast<float>((i * 2654435761u) >> 8 & 0xffffff); };
+  const auto value = [](int64_t i) {
+    return static_cast<float>((i * 2654435761u) >> 8 & 0xffffff);
+  };
   std::vector<float> values(numel);
   for (int64_t i = 0; i < numel; ++i) values[i] = value(i);
   const std::vector<CheckpointTensor> tensors = {

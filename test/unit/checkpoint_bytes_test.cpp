@@ -1,5 +1,5 @@
-// One wrong byte anywhere in a checkpoint: every reader says so and names the file, or what it reads
-// is right to the bit. A crash or a hang ends this program, which is a failure too.
+// One wrong byte anywhere in a checkpoint: every reader says so and names the file, or what it
+// reads is right to the bit. A crash or a hang ends this program, which is a failure too.
 #include <sys/resource.h>
 
 #include "../test_main.h"
