@@ -248,12 +248,36 @@ function flights(spans) {
   }
   return found;
 }
+// The clock of both drawings: it stands still while no rank does anything for longer than the time
+// in which some rank does something, as while checks are made before the optimizer.
+function clockOf(spans) {
+  const sorted = [...spans].sort((a, b) => a.begin_ns - b.begin_ns);
+  const gaps = [], begin = sorted[0].begin_ns;
+  let end = begin;
+  for (const s of sorted) {
+    if (s.begin_ns > end) gaps.push({from: end, to: s.begin_ns});
+    end = Math.max(end, s.end_ns);
+  }
+  const idle = gaps.reduce((sum, g) => sum + g.to - g.from, 0);
+  const pauses = gaps.filter(g => g.to - g.from > end - begin - idle);
+  const now = ns => ns - begin - pauses.reduce((sum, p) =>
+    sum + Math.max(0, Math.min(ns, p.to) - p.from), 0);
+  return {now, total: now(end), pauses};
+}
+function drawPauses(svg, clock, x, height) {
+  for (const p of clock.pauses) {
+    const line = drawn("line", {x1: x(p.from), x2: x(p.from), y1: 0, y2: height,
+      stroke: "currentColor", "stroke-dasharray": "3 4", opacity: 0.5});
+    hover(line, "pause of " + time(p.to - p.from) + ": no rank works on the step");
+    svg.append(line);
+  }
+}
 function timeline() {
   const all = data.timeline.flatMap(r => r.spans);
   if (!all.length) return;
-  const begin = Math.min(...all.map(s => s.begin_ns)), end = Math.max(...all.map(s => s.end_ns));
+  const clock = clockOf(all);
   const W = 1080, left = 62, lane = 15, gap = 16, height = data.timeline.length * (3 * lane + gap) + 22;
-  const x = ns => left + (ns - begin) / (end - begin) * (W - left - 6);
+  const x = ns => left + clock.now(ns) / clock.total * (W - left - 6);
   const svg = drawn("svg", {viewBox: `0 0 ${W} ${height}`, role: "img",
     "aria-label": "What every rank did over time"});
   data.timeline.forEach((rank, r) => {
@@ -280,23 +304,24 @@ function timeline() {
       svg.append(mark);
     }
   });
-  for (let i = 0; i <= 4; ++i) {
-    const ns = begin + (end - begin) * i / 4;
-    svg.append(drawn("text", {x: x(ns), y: height - 5,
-      "text-anchor": i === 4 ? "end" : i ? "middle" : "start"}, time(ns - begin)));
-  }
+  for (let i = 0; i <= 4; ++i)
+    svg.append(drawn("text", {x: left + (W - left - 6) * i / 4, y: height - 5,
+      "text-anchor": i === 4 ? "end" : i ? "middle" : "start"}, time(clock.total * i / 4)));
+  drawPauses(svg, clock, x, height - 20);
   const legend = element("div", {class: "legend"}, ...LANES.map(name =>
     element("span", {}, element("i", {style: `background: var(--${name})`}), name)),
-    element("span", {}, "pale: in flight, from the start to the end of the wait"));
+    element("span", {}, "pale: in flight, from the start to the end of the wait"),
+    ...clock.pauses.map(p => element("span", {}, "dashed: a pause of " + time(p.to - p.from) +
+      " is left out")));
   section("Timeline of every rank", legend, element("div", {class: "card"}, svg));
 }
 function memory() {
   const all = data.timeline.flatMap(r => r.spans);
   if (!all.length) return;
-  const begin = Math.min(...all.map(s => s.begin_ns)), end = Math.max(...all.map(s => s.end_ns));
+  const clock = clockOf(all);
   const most = Math.max(...all.map(s => Math.max(s.held_before, s.held_after)));
   const W = 1080, H = 190, left = 62;
-  const x = ns => left + (ns - begin) / (end - begin) * (W - left - 6);
+  const x = ns => left + clock.now(ns) / clock.total * (W - left - 6);
   const y = n => H - 22 - n / most * (H - 40);
   const svg = drawn("svg", {viewBox: `0 0 ${W} ${H}`, role: "img",
     "aria-label": "Memory held over time"});
@@ -321,6 +346,7 @@ function memory() {
     hover(line, "rank " + rank.rank);
     svg.append(line);
   }
+  drawPauses(svg, clock, x, H - 20);
   section("Memory: parameters that a rank can read, and full gradients",
     element("p", {class: "soft"}, "A gather raises it by the other ranks' rows, a reshard lowers it " +
       "again; the step ends where it began."), element("div", {class: "card"}, svg));
