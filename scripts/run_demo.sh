@@ -57,6 +57,7 @@ cat <<END
 Next:
   make run ARGS="--train.param_dtype f32"                compute in f32 instead of bf16
   make run ARGS="--train.steps 2000 --optim.lr 2e-3"     longer
+  scripts/mpirun.sh -n 4 $qshard walkthrough        a step, operator by operator
   $qshard data tokenize --help                      your own texts
   $qshard train --help
   make help                                              tests, benchmarks, build variables
