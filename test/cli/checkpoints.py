@@ -59,7 +59,7 @@ def processes():
     return found
 
 
-def ranks_of(process, program=cli.QSHARD):
+def ranks_of(process, program=None):
     """Process ids of the ranks under a launcher, by rank."""
     parents, found = processes(), {}
     for pid in parents:
@@ -67,7 +67,7 @@ def ranks_of(process, program=cli.QSHARD):
         while above in parents and above != process.pid:
             above = parents[above]
         try:
-            if above != process.pid or os.path.realpath(f"/proc/{pid}/exe") != str(program):
+            if above != process.pid or os.path.realpath(f"/proc/{pid}/exe") != str(program or cli.QSHARD):
                 continue
             entries = Path(f"/proc/{pid}/environ").read_text().split("\0")
             found[int(dict(e.partition("=")[::2] for e in entries)["OMPI_COMM_WORLD_RANK"])] = pid

@@ -58,7 +58,7 @@ def test_f32_follows_the_cpu(tmp):
     assert max(norm for _, norm, _ in expected.values()) > 0.5, "nothing was clipped"
     for ranks in (1, 2, 4):
         out = tmp / f"cuda{ranks}"
-        cli.expect(train(tmp, ranks, out, **values), out="transport nccl")
+        cli.expect(train(tmp, ranks, out, **values), out="transport   nccl (NCCL ")
         ck.same_curve(ck.curve(out), expected, 1e-5)
         for ours, theirs in zip(runs.metrics(out)[1], runs.metrics(tmp / "cpu")[1], strict=True):
             assert runs.close(ours["val_loss"], theirs["val_loss"]), (ours, theirs)
