@@ -25,6 +25,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = Path(os.environ.get("QSHARD_BUILD", ROOT / "build")).resolve()
 QSHARD = BUILD / "qshard"
+STARTED = []  # processes of the running test
 MPIRUN = ROOT / "scripts" / "mpirun.sh"
 
 
@@ -44,10 +45,22 @@ class Result:
 def start(*command, env=None, cwd=None):
     """The process of a command in a session of its own; environment entries of None are removed."""
     entries = {**os.environ, **(env or {})}
-    return subprocess.Popen([str(c) for c in command], text=True, errors="replace", cwd=cwd or ROOT,
+    process = subprocess.Popen([str(c) for c in command], text=True, errors="replace", cwd=cwd or ROOT,
                             env={k: str(v) for k, v in entries.items() if v is not None},
                             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
                             stderr=subprocess.PIPE, start_new_session=True)
+    STARTED.append(process)
+    return process
+
+
+def end(process):
+    """Its output, after it was told to end, and killed if it does not."""
+    os.killpg(process.pid, signal.SIGTERM)  # mpirun passes it on to the ranks
+    try:
+        return process.communicate(timeout=10)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        return process.communicate()
 
 
 def finish(process, timeout=120):
@@ -57,12 +70,7 @@ def finish(process, timeout=120):
     try:
         out, err = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGTERM)  # mpirun passes it on to the ranks
-        try:
-            out, err = process.communicate(timeout=10)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            out, err = process.communicate()
+        out, err = end(process)
         raise AssertionError(f"still running after {timeout} s: {command}\n{out}\n{err}") from None
     return Result(command, process.returncode, out, err, time.monotonic() - begin)
 
@@ -112,6 +120,10 @@ def main():
             failed += 1
             traceback.print_exc(file=sys.stdout)
         finally:
+            for process in STARTED:
+                if process.poll() is None:
+                    end(process)
+            STARTED.clear()
             shutil.rmtree(tmp, ignore_errors=True)
         print(f"  {status} {name} {time.monotonic() - begin:.2f} s", flush=True)
     print(f"tests: {len(names) - failed} passed, {failed} failed")
