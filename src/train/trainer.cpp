@@ -65,7 +65,7 @@ Trainer::Trainer(TrainConfig config, const nlohmann::json& settings, const std::
   print_start(table);
 
   make_engine();
-  say("transport   {}", engine_->collectives().name());
+  if (world_.rank() == 0) say("transport   {}", engine_->collectives().name());
   checkpointer_ = std::make_unique<Checkpointer>(config_.checkpoint, config_.checkpoint_folder(),
                                                  world_, backend_, engine_->model());
   if (!checkpoint_.empty())

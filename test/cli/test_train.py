@@ -148,6 +148,8 @@ def test_start_log_says_what_runs(tmp):
     cli.expect(result, out="parameters bf16, gradients reduced as f32")
     assert "12 sequences = 4 ranks × 1 micro-batches × 3 sequences of 8 tokens" in result.out
     assert "4 on 1 node(s)" in result.out and "\ntransport   shm (" in result.out, result
+    start = [line for line in result.out.split("\nstep 1/")[0].splitlines() if line]
+    assert len(set(start)) == len(start), f"a line that more than one rank printed\n{result}"
 
 
 def test_one_cpu_for_four_ranks_is_warned_of(tmp):
