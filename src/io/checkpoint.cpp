@@ -115,12 +115,26 @@ Tensor own_rows(const CheckpointTensor& t, int64_t begin, int64_t end) {
   return t.rows.row_range(begin * t.shape.row_numel(), end * t.shape.row_numel());
 }
 
-// Calls fn(index of the first row, rows) for one piece after the other of what this rank holds.
-void for_each_piece(const CheckpointTensor& t, int64_t piece_bytes,
-                    const std::function<void(int64_t, const Tensor&)>& fn) {
+int64_t piece_count(const CheckpointTensor& t, int64_t piece_bytes) {
   const int64_t own = t.rows.numel() / t.shape.row_numel(), step = piece_rows(t.shape, piece_bytes);
-  for (int64_t begin = 0; begin < own; begin += step)
-    fn(t.first_row + begin, own_rows(t, begin, std::min(begin + step, own)));
+  return (own + step - 1) / step;
+}
+
+using PieceFn = std::function<void(int64_t first_row, const Tensor& rows)>;
+
+// Calls fn for one piece after the other of what this rank holds, of `pieces` in all; those beyond
+// this rank's are empty.
+void for_each_piece(const CheckpointTensor& t, int64_t piece_bytes, int64_t pieces,
+                    const PieceFn& fn) {
+  const int64_t own = t.rows.numel() / t.shape.row_numel(), step = piece_rows(t.shape, piece_bytes);
+  for (int64_t p = 0; p < pieces; ++p) {
+    const int64_t begin = std::min(p * step, own), end = std::min(begin + step, own);
+    fn(t.first_row + begin, own_rows(t, begin, end));
+  }
+}
+
+void for_each_piece(const CheckpointTensor& t, int64_t piece_bytes, const PieceFn& fn) {
+  for_each_piece(t, piece_bytes, piece_count(t, piece_bytes), fn);
 }
 
 bool all_finite(std::span<const float> values) {
@@ -200,11 +214,8 @@ class Attempts {
 std::vector<int64_t> count_pieces(const World& world, const std::vector<CheckpointTensor>& tensors,
                                   int64_t piece_bytes) {
   std::vector<double> pieces;
-  for (const CheckpointTensor& t : tensors) {
-    const int64_t rows = piece_rows(t.shape, piece_bytes);
-    const int64_t own = t.rows.numel() / t.shape.row_numel();
-    pieces.push_back(static_cast<double>((own + rows - 1) / rows));
-  }
+  for (const CheckpointTensor& t : tensors)
+    pieces.push_back(static_cast<double>(piece_count(t, piece_bytes)));
   world.all_reduce_max(pieces.data(), static_cast<int>(pieces.size()));
   return {pieces.begin(), pieces.end()};
 }
@@ -221,12 +232,9 @@ void write_collectively(const World& world, Hdf5File& file, const SaveOptions& o
   try {
     for (size_t i = 0; i < tensors.size(); ++i) {
       const CheckpointTensor& t = tensors[i];
-      const int64_t own = t.rows.numel() / t.shape.row_numel();
-      const int64_t step = piece_rows(t.shape, options.piece_bytes);
-      for (int64_t p = 0; p < pieces[i]; ++p) {
-        const int64_t begin = std::min(p * step, own), end = std::min(begin + step, own);
-        file.write(t.dataset, t.first_row + begin, staging.read(own_rows(t, begin, end)));
-      }
+      for_each_piece(t, options.piece_bytes, pieces[i], [&](int64_t first, const Tensor& rows) {
+        file.write(t.dataset, first, staging.read(rows));
+      });
     }
   } catch (const std::exception& error) {
     if (world.size() == 1) throw;
