@@ -3,14 +3,13 @@
 #include <filesystem>
 #include <string>
 
+#include "../unit/tiny_checkpoint.h"
 #include "base/config.h"
 #include "hdf5_edits.h"
-#include "io/checkpoint.h"
 #include "io/dataset.h"
 #include "io/hf_weights.h"
 #include "memory_file.h"
 #include "model/qwen3_config.h"
-#include "model/qwen3_params.h"
 #include "train/ckpt_tools.h"
 
 namespace qshard::fuzz {
@@ -28,32 +27,6 @@ void may_refuse(Fn fn) {
 std::string text_of(const uint8_t* data, size_t size) {
   return std::string(reinterpret_cast<const char*>(data), size);
 }
-
-Qwen3Config tiny_config() {
-  return Qwen3Config::from_json({{"vocab_size", 5},
-                                 {"hidden_size", 4},
-                                 {"intermediate_size", 3},
-                                 {"num_hidden_layers", 1},
-                                 {"num_attention_heads", 2},
-                                 {"head_dim", 2},
-                                 {"rope_theta", 1e4},
-                                 {"tie_word_embeddings", true}},
-                                "tiny");
-}
-
-// The tiny model's tensors, all of one rank.
-struct TinyTensors {
-  std::vector<std::vector<float>> memory;
-  std::vector<CheckpointTensor> list;
-  TinyTensors() {
-    for (const ParamSpec& p : all_params(tiny_config()))
-      for (const char* group : {"/model/", "/optim/exp_avg/", "/optim/exp_avg_sq/"}) {
-        memory.emplace_back(p.shape.numel(), 0.5f);
-        list.push_back(
-            {group + p.name, p.shape, 0, Tensor::of(memory.back().data(), {p.shape.numel()})});
-      }
-  }
-};
 
 class TempFolder {
  public:
@@ -76,7 +49,7 @@ std::string good_checkpoint(const World& world) {
   CheckpointState state;
   state.model = tiny_config().to_json();
   state.run = nlohmann::json::object();
-  const TinyTensors tensors;
+  const TinyTensors tensors(0.25f);
   return read_file(save_checkpoint(world, folder.path(), state, tensors.list, {}).path);
 }
 
@@ -175,7 +148,7 @@ void checkpoint(const World& world, const uint8_t* data, size_t size) {
   may_refuse([&] { (void)describe_checkpoint(memory.path()).dump(); });
   may_refuse([&] { (void)check_checkpoint(world, memory.path()); });
   may_refuse([&] { (void)diff_checkpoints(world, memory.path(), memory.path()); });
-  const TinyTensors tensors;
+  const TinyTensors tensors(0.25f);
   may_refuse([&] { load_checkpoint(world, memory.path(), tensors.list, false); });
   may_refuse([&] { load_checkpoint(world, memory.path(), tensors.list, true); });
 }

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include "model/qwen3_params.h"
+#include "train/walkthrough.h"
 
 namespace qshard {
 namespace {
@@ -11,19 +12,6 @@ std::vector<ParamSpec> params_with_rows(std::initializer_list<int64_t> rows, int
   std::vector<ParamSpec> params;
   for (int64_t r : rows) params.push_back({fmt::format("w{}", r), {r, columns}});
   return params;
-}
-
-// The layer of the walkthrough: hidden 512, 8 query heads, 4 kv heads, head_dim 64, ffn 1024.
-Qwen3Config walkthrough() {
-  Qwen3Config c;
-  c.vocab_size = 1000;
-  c.hidden_size = 512;
-  c.intermediate_size = 1024;
-  c.num_hidden_layers = 1;
-  c.num_attention_heads = 8;
-  c.num_key_value_heads = 4;
-  c.head_dim = 64;
-  return c;
 }
 
 TEST(ShardLayout, RanksPartitionTheRows) {
@@ -88,7 +76,7 @@ TEST(ShardLayout, PiecesAreAlignedAndDoNotOverlap) {
 }
 
 TEST(ShardLayout, TableOfTheWalkthroughLayer) {
-  const UnitLayout unit(layer_params(walkthrough(), 0), 4);
+  const UnitLayout unit(layer_params(walkthrough_config(), 0), 4);
   ASSERT_EQ(unit.size(), kLayerParams);
   const int64_t shard[kLayerParams] = {128,   65536, 32768,  32768,  16,    16,
                                        65536, 128,   131072, 131072, 131072};
@@ -104,7 +92,7 @@ TEST(ShardLayout, TableOfTheWalkthroughLayer) {
 
 TEST(ShardLayout, WalkthroughLayerOnOtherRanks) {
   for (int ranks = 1; ranks <= 8; ++ranks) {
-    const UnitLayout unit(layer_params(walkthrough(), 0), ranks);
+    const UnitLayout unit(layer_params(walkthrough_config(), 0), ranks);
     int64_t total = 0;
     for (int r = 0; r < ranks; ++r) total += unit.shard_numel(r);
     EXPECT_EQ(total, 2360448);
@@ -120,7 +108,7 @@ TEST(ShardLayout, WalkthroughLayerOnOtherRanks) {
 
 // q/k/v and gate/up run as one product when nothing lies between them.
 TEST(ShardLayout, ProjectionsOfOneInputAreAdjacentWhenRowsDivide) {
-  const UnitLayout unit(layer_params(walkthrough(), 0), 4);
+  const UnitLayout unit(layer_params(walkthrough_config(), 0), 4);
   for (auto [first, second] : {std::pair(kQProj, kKProj), {kKProj, kVProj}, {kGateProj, kUpProj}})
     EXPECT_EQ(unit[first].offset + unit[first].padded_numel(), unit[second].offset);
 }
