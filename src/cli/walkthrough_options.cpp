@@ -3,6 +3,7 @@
 #include "backends.h"
 #include "base/config.h"
 #include "cli/walkthrough_topics.h"
+#include "train/reference_case.h"
 
 namespace qshard {
 namespace {
@@ -20,20 +21,9 @@ nlohmann::json read_json(const World& world, const std::string& path) {
 }
 
 void use_reference(WalkthroughOptions& o, const World& world) {
-  const std::string path = o.reference + "/train.json";
-  const nlohmann::json train = read_json(world, path);
   collectively(world, [&] {
-    try {
-      const int64_t rows = train.at("world").get<int64_t>() * train.at("batch").get<int64_t>();
-      o.seq = train.at("seq");
-      o.accumulation = train.at("accum");
-      if (rows % world.size())
-        fail_usage("{}: {} rows a micro-batch do not divide over {} ranks", o.reference, rows,
-                   world.size());
-      o.batch = rows / world.size();
-    } catch (const nlohmann::json::exception& error) {
-      fail("{}: {}; expected the fields of test/reference/README.md", path, error.what());
-    }
+    const ReferenceCase c = load_reference_case(o.reference, world, true);
+    o.seq = c.T, o.batch = c.B, o.accumulation = c.accum;
   });
   if (o.layer != 0) throw AgreedError("--reference holds the activations of layer 0", kExitUsage);
 }

@@ -11,74 +11,12 @@
 #include "base/config.h"
 #include "train/export.h"
 #include "train/metrics.h"
+#include "train/reference_case.h"
 
 namespace qshard {
 namespace {
 
 using nlohmann::json;
-
-struct Case {
-  json train;
-  Qwen3Config config;
-  int64_t ranks, B, T, accum, steps;    // of this replay
-  std::vector<int32_t> inputs, labels;  // [steps, accum, B, T] of this rank
-};
-
-int64_t positive(const json& j, const char* key, const std::string& where) {
-  if (!j.contains(key) || !j[key].is_number_integer() || j[key].get<int64_t>() < 1)
-    fail("{}: \"{}\" must be a positive integer", where, key);
-  return j[key].get<int64_t>();
-}
-
-// This rank's rows of a [steps, accum, world·batch, T] tensor: the case's own rows where the number
-// of ranks is the case's, otherwise the same rows of the global batch dealt out over the ranks
-// there are.
-std::vector<int32_t> own_rows(const SafetensorsFile& file, const char* name, const Case& c,
-                              int rank) {
-  const Tensor& t = file[name];
-  const Shape expected{c.steps, c.accum, c.ranks * c.B, c.T};
-  if (!(t.shape == expected))
-    fail("{}: {} expected {}, found {}", file.path(), name, expected.str(), t.shape.str());
-  const int32_t* values = t.as<int32_t>();
-  const int64_t global = c.ranks * c.B * c.T, own = c.B * c.T;
-  std::vector<int32_t> rows;
-  for (int64_t i = 0; i < c.steps * c.accum; ++i) {
-    const int32_t* from = values + i * global + rank * own;
-    rows.insert(rows.end(), from, from + own);
-  }
-  return rows;
-}
-
-Case load_case(const VerifyOptions& options, const World& world) {
-  Case c;
-  const std::string path = options.folder + "/train.json", config = options.folder + "/config.json";
-  c.train = parse_json(read_file(path), path);
-  c.config = Qwen3Config::from_json(parse_json(read_file(config), config), config);
-  const int64_t case_ranks = positive(c.train, "world", path),
-                rows = case_ranks * positive(c.train, "batch", path);
-  c.ranks = world.size();
-  if (c.ranks != case_ranks && !options.ranks_any)
-    fail_usage("{}: the case is for {} ranks, this run has {}: use mpirun -n {} or --ranks-any",
-               options.folder, case_ranks, c.ranks, case_ranks);
-  if (rows % c.ranks)
-    fail_usage("{}: {} rows a micro-batch do not divide over {} ranks", options.folder, rows,
-               c.ranks);
-  c.B = rows / c.ranks;
-  c.T = positive(c.train, "seq", path);
-  c.accum = positive(c.train, "accum", path);
-  c.steps = positive(c.train, "steps", path);
-  const SafetensorsFile batches(options.folder + "/batches.safetensors");
-  c.inputs = own_rows(batches, "inputs", c, world.rank());
-  c.labels = own_rows(batches, "labels", c, world.rank());
-  for (size_t i = 0; i < c.inputs.size(); ++i) {
-    const int64_t V = c.config.vocab_size;
-    if (c.inputs[i] < 0 || c.inputs[i] >= V ||
-        (c.labels[i] != -100 && (c.labels[i] < 0 || c.labels[i] >= V)))
-      fail("{}: id {} or label {} is outside the vocabulary of {}", batches.path(), c.inputs[i],
-           c.labels[i], V);
-  }
-  return c;
-}
 
 // Runs fn, which reads train.json, and names the file when a field is missing or has another type.
 template <typename Fn>
@@ -139,7 +77,7 @@ VerifyRow compare_steps(const char* quantity, const json& results, const json& e
 }
 
 // PyTorch's own error and the limit that follows from it.
-void set_limit(VerifyRow& row, const Case& c, const std::string& dtype, const char* key,
+void set_limit(VerifyRow& row, const ReferenceCase& c, const std::string& dtype, const char* key,
                double f32_floor) {
   row.pytorch = c.train.at("pytorch_fsdp2_error").at(dtype).at(key);
   row.limit = dtype == "f32" ? std::max(3 * row.pytorch, f32_floor) : 2 * row.pytorch;
@@ -157,14 +95,15 @@ double norm_of(const SafetensorsFile& file) {
 
 // A case may hold the gradient of step 1 as it is before clipping or as the optimizer uses it; its
 // own norm tells which. Returns the factor for ours.
-float gradient_scale(const VerifyOptions& options, const Case& c, double clip) {
+float gradient_scale(const VerifyOptions& options, const ReferenceCase& c, double clip) {
   const double norm = c.train.at("expected").at(0).at("grad_norm");
   const float factor = clip_factor(norm, clip);
   const double recorded = norm_of(SafetensorsFile(options.folder + "/step1_grads.safetensors"));
   return std::abs(recorded - norm * factor) < std::abs(recorded - norm) ? factor : 1.0f;
 }
 
-json replay(Case& c, Engine& engine, const World& world, const std::string& out, float grad_scale) {
+json replay(ReferenceCase& c, Engine& engine, const World& world, const std::string& out,
+            float grad_scale) {
   const double lr = c.train.at("optim").at("lr");
   json results = json::array();
   const int64_t micro = c.B * c.T;
@@ -217,8 +156,8 @@ VerifyRow compare_files(const std::string& quantity, const std::string& ours_pat
 
 namespace {
 
-std::vector<VerifyRow> compare(const VerifyOptions& options, const Case& c, const json& results,
-                               const std::string& out) {
+std::vector<VerifyRow> compare(const VerifyOptions& options, const ReferenceCase& c,
+                               const json& results, const std::string& out) {
   const json& expected = c.train.at("expected");
   std::vector<VerifyRow> rows = {
       compare_steps("loss", results, expected), compare_steps("grad_norm", results, expected),
@@ -241,7 +180,7 @@ std::vector<VerifyRow> compare(const VerifyOptions& options, const Case& c, cons
 }  // namespace
 
 VerifyReport verify_reference(const VerifyOptions& options, World& world, Backend& backend) {
-  Case c;
+  ReferenceCase c;
   FsdpOptions fsdp;
   AdamWOptions adamw;
   OutputFolder folder;  // on rank 0
@@ -253,7 +192,7 @@ VerifyReport verify_reference(const VerifyOptions& options, World& world, Backen
     fsdp.reshard_after_forward = options.reshard_after_forward;
     fsdp.reduce_every_microbatch = options.reduce_every_microbatch;
     fsdp.prefetch = options.prefetch;
-    c = load_case(options, world);
+    c = load_reference_case(options.folder, world, options.ranks_any);
     reading_train_json(options, [&] {
       adamw = optimizer(c.train.at("optim"));
       if (static_cast<int64_t>(c.train.at("expected").size()) != c.steps)

@@ -3,9 +3,9 @@
 #include <optional>
 
 #include "backends.h"
-#include "io/safetensors.h"
 #include "train/export.h"
 #include "train/metrics.h"
+#include "train/reference_case.h"
 #include "train/trace_file.h"
 #include "train/walkthrough_checks.h"
 
@@ -43,26 +43,12 @@ void make_tokens(const WalkthroughOptions& o, const World& world, StepTokens& to
       }
 }
 
-// Step 1 of the reference case: [steps, accum, rows, seq]; a rank takes its share of the rows.
+// Step 1 of the reference case.
 void read_tokens(const WalkthroughOptions& o, const World& world, StepTokens& tokens) {
-  const SafetensorsFile file(o.reference + "/batches.safetensors");
-  const Shape expected{file["inputs"].shape[0], o.accumulation, o.batch * world.size(), o.seq};
-  const auto V = static_cast<int32_t>(o.config.vocab_size);
-  for (auto [name, to] : {std::pair{"inputs", &tokens.ids}, {"labels", &tokens.labels}}) {
-    const Tensor& t = file[name];
-    if (t.dtype != DType::i32 || !(t.shape == expected))
-      fail("{}: {} expected i32 {}, found {} {}", file.path(), name, expected.str(),
-           dtype_name(t.dtype), t.shape.str());
-    const int64_t own = o.batch * o.seq;
-    for (int64_t a = 0; a < o.accumulation; ++a) {
-      const int32_t* from = t.as<int32_t>() + (a * world.size() + world.rank()) * own;
-      to->insert(to->end(), from, from + own);
-    }
-  }
-  for (size_t i = 0; i < tokens.ids.size(); ++i)
-    if (tokens.ids[i] < 0 || tokens.ids[i] >= V || tokens.labels[i] >= V)
-      fail("{}: id {} or label {} is outside the vocabulary of {}", file.path(), tokens.ids[i],
-           tokens.labels[i], V);
+  const ReferenceCase c = load_reference_case(o.reference, world, true);
+  const int64_t n = o.accumulation * o.batch * o.seq;
+  tokens.ids.assign(c.inputs.begin(), c.inputs.begin() + n);
+  tokens.labels.assign(c.labels.begin(), c.labels.begin() + n);
 }
 
 std::vector<UnitRecord> record_units(Qwen3Model& model, Collectives& transport,
