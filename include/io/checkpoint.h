@@ -12,10 +12,11 @@
 // ranks; all ranks then write their rows. Padding never enters the file. No random state is needed:
 // initial values and sample order are functions of seed, name, epoch and index.
 //
-// [Note: Saving] checksums → structure under a temporary name → rows → close → fsync → all ranks
+// [Note: Saving] structure under a temporary name, while the other ranks already work out checksums
+// → rows, which the disk takes in while more are written → close → checksums → fsync → all ranks
 // agree → rename → fsync of the folder → only then older ones, and what killed saves have left, are
 // deleted. A file under its own name is complete; a failed save leaves the older ones alone and
-// removes its temporary file.
+// removes its temporary file. The space of deleted files is freed behind training.
 #pragma once
 
 #include <functional>

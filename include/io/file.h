@@ -42,6 +42,26 @@ std::string reason_not_writable(const std::string& path);
 // writing. File systems that cannot do it are left alone.
 void reserve_space(const std::string& path);
 
+// Sends what a process writes to a file to the disk while it goes on writing, so that the disk does
+// not wait for the last byte. The writing itself is the caller's, through any library.
+class WriteBehind {
+ public:
+  explicit WriteBehind(const std::string& path);
+  ~WriteBehind();
+  WriteBehind(const WriteBehind&) = delete;
+  void wrote(int64_t bytes);  // starts the disk when enough has come together
+  void finish();              // waits until all of the file is on the disk
+
+ private:
+  std::string path_;
+  int id_;
+  int64_t waiting_ = 0;  // bytes
+};
+
+// Takes the file's name away now. Its blocks, which take a disk as long as many small files, are
+// freed by a thread of their own.
+void delete_behind(const std::string& path);
+
 // Flushes `temporary` to the disk, renames it to `path` and flushes the directory entry.
 void publish_file(const std::string& temporary, const std::string& path);
 

@@ -54,8 +54,9 @@ std::vector<std::pair<std::string, std::string>> parse_hints(const std::string& 
 
 class Hdf5File {
  public:
-  static Hdf5File open(const std::string& path);    // read only
-  static Hdf5File create(const std::string& path);  // replaces an existing file
+  static Hdf5File open(const std::string& path);             // read only
+  static Hdf5File open_for_change(const std::string& path);  // by this process alone
+  static Hdf5File create(const std::string& path);           // replaces an existing file
   // Datasets of `alignment` bytes and more begin at a multiple of it.
   static Hdf5File create_aligned(const std::string& path, int64_t alignment);
   // For writing by all ranks of `comm` through MPI-IO, each its own rows. Opening, keep_open(),
@@ -80,6 +81,8 @@ class Hdf5File {
   // Attributes of the root group, or of another object.
   void write_attribute(const std::string& name, int64_t value, const std::string& object = "/");
   void write_attribute(const std::string& name, const std::string& value);
+  // Another value for an attribute that is there.
+  void set_attribute(const std::string& name, int64_t value, const std::string& object);
   bool has_attribute(const std::string& name, const std::string& object = "/") const;
   int64_t int_attribute(const std::string& name, const std::string& object = "/") const;
   std::string text_attribute(const std::string& name) const;

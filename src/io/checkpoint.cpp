@@ -28,6 +28,7 @@ constexpr const char* kChecksum = "xxh3_rows";
 const std::string kGroups[] = {"/model/", "/optim/exp_avg/", "/optim/exp_avg_sq/"};
 constexpr const char* kHeaderChecksum = "xxh3_header";
 constexpr int64_t kReadBytes = 64 << 20;  // of one read: enough for the full rate of a disk
+constexpr int64_t kWriteBytes = 8 << 20;  // of one independent write
 
 std::string file_name(int64_t step) { return fmt::format("step-{:08}.h5", step); }
 
@@ -144,21 +145,19 @@ bool all_finite(std::span<const float> values) {
   return bad == 0;
 }
 
-// One checksum a tensor, over all ranks. Values that are not finite are an AgreedError.
-std::vector<int64_t> checksums(const World& world, const std::vector<CheckpointTensor>& tensors,
-                               int64_t piece_bytes, Staging& staging) {
+// This rank's part of each tensor's checksum. Throws where values are not finite.
+std::vector<uint64_t> checksums(const std::vector<CheckpointTensor>& tensors, int64_t piece_bytes,
+                                Staging& staging) {
   std::vector<uint64_t> own(tensors.size());
-  collectively(world, [&] {
-    for (size_t i = 0; i < tensors.size(); ++i) {
-      const CheckpointTensor& t = tensors[i];
-      for_each_piece(t, piece_bytes, [&](int64_t first, const Tensor& rows) {
-        const std::span<const float> values = staging.read(rows);
-        if (!all_finite(values)) fail("{} has values that are not finite", t.dataset);
-        own[i] += hash_rows(values, first, t.shape.row_numel());
-      });
-    }
-  });
-  return wrapping_sum(world, own);
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const CheckpointTensor& t = tensors[i];
+    for_each_piece(t, piece_bytes, [&](int64_t first, const Tensor& rows) {
+      const std::span<const float> values = staging.read(rows);
+      if (!all_finite(values)) fail("{} has values that are not finite", t.dataset);
+      own[i] += hash_rows(values, first, t.shape.row_numel());
+    });
+  }
+  return own;
 }
 
 std::string now_text() {
@@ -169,8 +168,7 @@ std::string now_text() {
 }
 
 void create_structure(const World& world, const std::string& path, const CheckpointState& state,
-                      const std::vector<CheckpointTensor>& tensors,
-                      const std::vector<int64_t>& sums, int64_t alignment) {
+                      const std::vector<CheckpointTensor>& tensors, int64_t alignment) {
   Header header;
   header.numbers["step"] = state.step;
   header.numbers["updates"] = state.updates;
@@ -185,11 +183,18 @@ void create_structure(const World& world, const std::string& path, const Checkpo
   header.texts["written_at"] = now_text();
   Hdf5File file = Hdf5File::create_aligned(path, alignment);
   header.write(file);
-  for (size_t i = 0; i < tensors.size(); ++i) {
-    const CheckpointTensor& t = tensors[i];
+  for (const CheckpointTensor& t : tensors) {
     file.create_dataset(t.dataset, Hdf5Type::f32, {t.shape.begin(), t.shape.end()});
-    file.write_attribute(kChecksum, sums[i], t.dataset);
+    file.write_attribute(kChecksum, 0, t.dataset);  // its place; see write_checksums()
   }
+  file.close();
+}
+
+void write_checksums(const std::string& path, const std::vector<CheckpointTensor>& tensors,
+                     const std::vector<int64_t>& sums) {
+  Hdf5File file = Hdf5File::open_for_change(path);
+  for (size_t i = 0; i < tensors.size(); ++i)
+    file.set_attribute(kChecksum, sums[i], tensors[i].dataset);
   file.close();
 }
 
@@ -246,12 +251,17 @@ void write_collectively(const World& world, Hdf5File& file, const SaveOptions& o
   }
 }
 
+// In pieces that keep the disk busy from the first one on.
 void write_own_rows(Hdf5File& file, const SaveOptions& options,
                     const std::vector<CheckpointTensor>& tensors, Staging& staging) {
+  WriteBehind disk(file.path());
   for (const CheckpointTensor& t : tensors)
-    for_each_piece(t, options.piece_bytes, [&](int64_t first, const Tensor& rows) {
-      file.write(t.dataset, first, staging.read(rows));
-    });
+    for_each_piece(t, std::min(options.piece_bytes, kWriteBytes),
+                   [&](int64_t first, const Tensor& rows) {
+                     file.write(t.dataset, first, staging.read(rows));
+                     disk.wrote(rows.bytes());
+                   });
+  disk.finish();
 }
 
 // Calls fn on one rank of each node after the other.
@@ -296,9 +306,11 @@ std::string delete_old(const std::string& folder, const std::string& saved,
                        const SaveOptions& options) {
   std::string problem;
   auto remove = [&](const std::string& path) {
-    std::error_code error;
-    if (!fs::remove(path, error) && error)
-      problem = fmt::format("{} cannot be deleted: {}", path, error.message());
+    try {
+      delete_behind(path);
+    } catch (const Error& error) {
+      problem = error.what();
+    }
   };
   try {
     int64_t kept = 1;
@@ -403,17 +415,21 @@ SaveReport save_checkpoint(const World& world, const std::string& folder,
   for (const CheckpointTensor& t : tensors)
     report.bytes += t.shape.numel() * int64_t{sizeof(float)};
   try {
-    const std::vector<int64_t> sums = checksums(world, tensors, options.piece_bytes, staging);
+    std::vector<uint64_t> own;
     collectively(world, [&] {
-      if (world.rank() != 0) return;
-      fs::create_directories(folder);
-      create_structure(world, temporary, state, tensors, sums, options.alignment);
-      reserve_space(temporary);
+      if (world.rank() == 0) {
+        fs::create_directories(folder);
+        create_structure(world, temporary, state, tensors, options.alignment);
+        reserve_space(temporary);
+      }
+      own = checksums(tensors, options.piece_bytes, staging);
     });
+    const std::vector<int64_t> sums = wrapping_sum(world, own);
     write_all_rows(world, temporary, tensors, options, staging);
     collectively(world, [&] { flush_to_disk(temporary); });
     collectively(world, [&] {
       if (world.rank() != 0) return;
+      write_checksums(temporary, tensors, sums);
       publish_file(temporary, report.path);
       report.warning = delete_old(folder, report.path, options);
     });

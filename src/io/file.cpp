@@ -8,6 +8,7 @@
 #include <cerrno>
 #include <cstring>
 #include <filesystem>
+#include <thread>
 #include <utility>
 
 #include "base/check.h"
@@ -29,13 +30,47 @@ class Descriptor {
   int id_;
 };
 
+void flush(int id, const std::string& path) {
+  // Some file systems cannot flush a directory and say EINVAL.
+  if (::fsync(id) != 0 && errno != EINVAL)
+    fail("cannot flush {} to the disk: {}", path, std::strerror(errno));
+}
+
 }  // namespace
 
 void flush_to_disk(const std::string& path) {
   const Descriptor file(path, O_RDONLY);
-  // Some file systems cannot flush a directory and say EINVAL.
-  if (::fsync(file.id()) != 0 && errno != EINVAL)
-    fail("cannot flush {} to the disk: {}", path, std::strerror(errno));
+  flush(file.id(), path);
+}
+
+WriteBehind::WriteBehind(const std::string& path)
+    : path_(path), id_(::open(path.c_str(), O_RDWR | O_CLOEXEC)) {
+  if (id_ < 0) fail("cannot open {}: {}", path, std::strerror(errno));
+}
+
+WriteBehind::~WriteBehind() { ::close(id_); }
+
+void WriteBehind::wrote(int64_t bytes) {
+  constexpr int64_t kEnough = 8 << 20;
+  waiting_ += bytes;
+  if (waiting_ < kEnough) return;
+  waiting_ = 0;
+#ifdef __linux__
+  // Only a start: a file system that cannot do it, or a disk that fails, shows in finish().
+  ::sync_file_range(id_, 0, 0, SYNC_FILE_RANGE_WRITE);
+#endif
+}
+
+void WriteBehind::finish() { flush(id_, path_); }
+
+void delete_behind(const std::string& path) {
+  const int id = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
+  if (::unlink(path.c_str()) != 0 && errno != ENOENT) {
+    const int reason = errno;
+    if (id >= 0) ::close(id);
+    fail("{} cannot be deleted: {}", path, std::strerror(reason));
+  }
+  if (id >= 0) std::thread([id] { ::close(id); }).detach();
 }
 
 std::string reason_not_writable(const std::string& path) {

@@ -232,6 +232,13 @@ Hdf5File Hdf5File::create_aligned(const std::string& path, int64_t alignment) {
                       "create this HDF5 file")};
 }
 
+Hdf5File Hdf5File::open_for_change(const std::string& path) {
+  silence_hdf5();
+  const Handle access(H5Pcreate(H5P_FILE_ACCESS), path, "create access properties");
+  disable_locking(access, path);
+  return {path, check(H5Fopen(path.c_str(), H5F_ACC_RDWR, access), path, "open this HDF5 file")};
+}
+
 Hdf5File Hdf5File::open_parallel(const std::string& path, MPI_Comm comm, const std::string& hints,
                                  bool collective) {
   silence_hdf5();
@@ -276,7 +283,7 @@ void Hdf5File::close_datasets() {
 void Hdf5File::close() {
   if (id_ < 0) return;
   close_datasets();
-  check(H5Fflush(id_, H5F_SCOPE_LOCAL), path_, "write the last data");
+  if (!parallel_) check(H5Fflush(id_, H5F_SCOPE_LOCAL), path_, "write the last data");
   check(H5Fclose(std::exchange(id_, H5I_INVALID_HID)), path_, "close");
 }
 
@@ -296,6 +303,13 @@ void Hdf5File::write_attribute(const std::string& name, int64_t value, const std
   const Handle attribute(H5Acreate_by_name(id_, object.c_str(), name.c_str(), H5T_STD_I64LE, space,
                                            H5P_DEFAULT, H5P_DEFAULT, H5P_DEFAULT),
                          path_, what);
+  check(H5Awrite(attribute, H5T_NATIVE_INT64, &value), path_, what);
+}
+
+void Hdf5File::set_attribute(const std::string& name, int64_t value, const std::string& object) {
+  const std::string what = fmt::format("write attribute {} of {}", name, object);
+  const Handle holder(H5Oopen(id_, object.c_str(), H5P_DEFAULT), path_, what);
+  const Handle attribute(H5Aopen(holder, name.c_str(), H5P_DEFAULT), path_, what);
   check(H5Awrite(attribute, H5T_NATIVE_INT64, &value), path_, what);
 }
 
