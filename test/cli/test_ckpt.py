@@ -214,6 +214,21 @@ def test_tied_head_is_not_exported(tmp):
     assert json.loads((tmp / "hf" / "config.json").read_text())["torch_dtype"] == "bfloat16"
 
 
+def test_all_rows_of_a_padded_vocabulary_are_trained_and_exported(tmp):
+    """Qwen3's matrices have 151936 rows, its tokenizers some 151,600 ids: the rest are legal."""
+    vocab = 151936
+    runs.model(tmp, vocab_size=vocab)
+    runs.tokens(tmp / "train.bin", 200, vocab=151643, bad={i: vocab - 1 for i in range(0, 200, 3)})
+    one_step = dict(train__steps=1, data__shuffle="false")
+    cli.expect(runs.train(tmp, 3, **one_step))
+    ckpt("export", tmp / "out" / "checkpoints" / "step-00000001.h5", "--to", "hf", tmp / "hf")
+    header, _ = read_header(tmp / "hf" / "model.safetensors")
+    assert header[EMBEDDING]["shape"] == [vocab, runs.MODEL["hidden_size"]], header[EMBEDDING]
+    runs.tokens(tmp / "train.bin", 200, vocab=151643, bad={17: vocab})
+    result = runs.train(tmp, 3, train__out=tmp / "refused", **one_step)
+    runs.expect_one_error(result, 1, "train.bin", "token 17", "byte 68", f"is {vocab}")
+
+
 def test_export_spares_what_is_there(tmp):
     last = trained(tmp)
     folder = tmp / "hf"
