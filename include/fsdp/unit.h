@@ -12,11 +12,17 @@
 
 #include <memory>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "fsdp/shard_layout.h"
 
 namespace qshard {
+
+// What backward computes anew from kept values, so that fewer activations are held.
+enum class ActivationCheckpoint : uint8_t { none, selective, full };
+ActivationCheckpoint parse_activation_checkpoint(std::string_view name);  // throws a usage error
+std::string_view activation_checkpoint_name(ActivationCheckpoint mode);
 
 struct FsdpOptions {
   DType param_dtype = DType::f32;   // gather and compute
@@ -25,6 +31,7 @@ struct FsdpOptions {
   int prefetch = 1;  // units gathered ahead of the one that computes
   bool reduce_every_microbatch =
       true;  // false: gradients pile up in full and are reduced at the last one
+  ActivationCheckpoint activation_checkpoint = ActivationCheckpoint::none;
 };
 
 class Unit {

@@ -4,9 +4,19 @@
 // causal attention · 6 o_proj · 7 residual · 8 post-attention RMSNorm · 9 SwiGLU MLP · 10 residual.
 // All local: nothing here communicates. Steps 3+4 and 7+8 each run as one pass over memory.
 //
-// P is the parameter dtype, R the residual stream's (f32). Activations kept for backward per token:
-// 2C R + (2C + 2(H+2K)D − K·D + H·D + 3F) P and a few statistics.
+// P is the parameter dtype, R the residual stream's (f32). Activations kept for backward per token
+// and layer: 2C R + (2C + 2(H+2K)D − K·D + H·D + 3F) P and a few statistics.
+//
+// [Note: Activation checkpointing] selective: a layer keeps its input and what matrix products made
+// (2C R + ((H+2K)D + 2F) P a token); norms, RoPE, attention and SwiGLU are computed anew before its
+// backward. full: it keeps its input only (C R), and all but the last product and residual are
+// computed anew. What is not kept lies in one set of buffers for all layers, in which the last
+// layer's values are still there when backward begins. The operators and their inputs are the same,
+// so gradients are too, bit for bit.
 #pragma once
+
+#include <string>
+#include <vector>
 
 #include "device/ops.h"
 #include "fsdp/unit.h"
@@ -24,20 +34,25 @@ struct LayerShape {
 
 // What forward leaves for backward.
 struct LayerActivations {
-  Buffer x;        // [N,C] R     residual stream at the layer's input
-  Buffer rstd1;    // [N]
-  Buffer normed1;  // [N,C]
-  Buffer qkv;      // [N,(H+2K)D] before q-norm and k-norm
-  Buffer rstd_qk;  // [N,H+K]
-  Buffer qk;       // [N,(H+K)D]  after norm and RoPE
-  Buffer att;      // [N,H·D]
-  Buffer lse;      // [B,H,T]
-  Buffer mid;      // [N,C] R     residual stream after attention
-  Buffer rstd2;    // [N]
-  Buffer normed2;  // [N,C]
-  Buffer gate_up;  // [N,2F]
-  Buffer act;      // [N,F]
-  LayerActivations(const LayerShape& s, DType param_dtype, Device& device, const std::string& name);
+  Tensor x;        // [N,C] R     residual stream at the layer's input
+  Tensor rstd1;    // [N]
+  Tensor normed1;  // [N,C]
+  Tensor qkv;      // [N,(H+2K)D] before q-norm and k-norm
+  Tensor rstd_qk;  // [N,H+K]
+  Tensor qk;       // [N,(H+K)D]  after norm and RoPE
+  Tensor att;      // [N,H·D]
+  Tensor lse;      // [B,H,T]
+  Tensor mid;      // [N,C] R     residual stream after attention
+  Tensor rstd2;    // [N]
+  Tensor normed2;  // [N,C]
+  Tensor gate_up;  // [N,2F]
+  Tensor act;      // [N,F]
+  // Owns what `mode` keeps. The rest is that of `lender`, or its own as well without one.
+  LayerActivations(const LayerShape& s, DType param_dtype, Device& device, const std::string& name,
+                   ActivationCheckpoint mode, const LayerActivations* lender);
+
+ private:
+  std::vector<Buffer> owned_;
 };
 
 // Shared by all layers: contents live only inside one forward or backward call.
@@ -54,6 +69,10 @@ struct LayerWorkspace {
 // out [N,C] R = the layer's output; its input is a.x.
 void layer_forward(Ops& ops, const LayerShape& s, const Unit& unit, LayerActivations& a,
                    LayerWorkspace& w, Tensor out);
+
+// Before layer_backward(): what `mode` has not kept, once more into the same buffers.
+void layer_recompute(Ops& ops, const LayerShape& s, const Unit& unit, LayerActivations& a,
+                     LayerWorkspace& w, ActivationCheckpoint mode);
 
 // d_res [N,C] R: gradient at the layer's output in, at its input out. d_res_p: its copy in P (the
 // same memory when P is R). Writes the unit's full gradient. a.gate_up is overwritten.

@@ -51,6 +51,7 @@ class Qwen3Model {
 
   Qwen3Config config_;
   DType param_dtype_;
+  ActivationCheckpoint checkpoint_;
   LayerShape shape_;
   Backend& backend_;
   Ops& ops_;

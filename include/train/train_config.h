@@ -30,7 +30,7 @@ struct DataOptions {
 struct TrainOptions {
   int64_t steps = 1000, seq = 256, global_batch = 16, micro_batch = 0;
   uint64_t seed = 1;
-  std::string param_dtype = "bf16", reduce_dtype = "f32";
+  std::string param_dtype = "bf16", reduce_dtype = "f32", activation_checkpoint = "none";
   int64_t log_every = 10, eval_every = 100, eval_samples = 64;
   std::string out;
   int64_t stop_after = 0;

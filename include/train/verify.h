@@ -11,7 +11,7 @@ namespace qshard {
 
 struct VerifyOptions {
   std::string folder, out;
-  std::string param_dtype = "f32", reduce_dtype = "f32";
+  std::string param_dtype = "f32", reduce_dtype = "f32", activation_checkpoint = "none";
   TransportOptions transport;
   bool ranks_any = false;
   bool reshard_after_forward = true, reduce_every_microbatch = true;

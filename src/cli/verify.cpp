@@ -82,6 +82,10 @@ void add_verify(CLI::App& app, Command& run) {
   sub->add_option("--prefetch", options->prefetch, "layers gathered ahead")
       ->check(CLI::Range(0, 64))
       ->capture_default_str();
+  sub->add_option("--activation-checkpoint", options->activation_checkpoint,
+                  "train.activation_checkpoint of `qshard train`")
+      ->check(CLI::IsMember({"none", "selective", "full"}))
+      ->capture_default_str();
   sub->add_option("--reduce-every-microbatch", options->reduce_every_microbatch, "true or false")
       ->capture_default_str();
   sub->callback([options, backend, &run] {

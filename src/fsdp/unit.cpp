@@ -3,6 +3,22 @@
 #include <xxhash.h>
 
 namespace qshard {
+namespace {
+
+constexpr std::string_view kCheckpointNames[] = {"none", "selective", "full"};
+
+}  // namespace
+
+ActivationCheckpoint parse_activation_checkpoint(std::string_view name) {
+  const auto* found = std::find(std::begin(kCheckpointNames), std::end(kCheckpointNames), name);
+  if (found == std::end(kCheckpointNames))
+    fail_usage("activation checkpointing '{}': expected none, selective or full", name);
+  return static_cast<ActivationCheckpoint>(found - std::begin(kCheckpointNames));
+}
+
+std::string_view activation_checkpoint_name(ActivationCheckpoint mode) {
+  return kCheckpointNames[static_cast<int>(mode)];
+}
 
 Unit::Unit(const std::string& name, std::vector<ParamSpec> params, bool own_full_buffer,
            bool own_grad_buffer, const FsdpOptions& options, const World& world, Backend& backend,

@@ -64,24 +64,33 @@ LayerShape::LayerShape(const Qwen3Config& c, int64_t batch, int64_t seq)
       eps(static_cast<float>(c.rms_norm_eps)) {}
 
 LayerActivations::LayerActivations(const LayerShape& s, DType P, Device& device,
-                                   const std::string& name) {
-  auto allocate = [&](DType dtype, Shape shape, const char* what) {
-    return Buffer(device, dtype, shape, Segment::activations, name + "." + what);
+                                   const std::string& name, ActivationCheckpoint mode,
+                                   const LayerActivations* lender) {
+  using enum ActivationCheckpoint;
+  // kept_by: the most saving mode that keeps it.
+  auto place = [&](Tensor LayerActivations::*field, ActivationCheckpoint kept_by, DType dtype,
+                   Shape shape, const char* what) {
+    if (mode > kept_by && lender) {
+      this->*field = lender->*field;
+      return;
+    }
+    owned_.emplace_back(device, dtype, shape, Segment::activations, name + "." + what);
+    this->*field = owned_.back();
   };
   const DType R = DType::f32;
-  x = allocate(R, {s.N, s.C}, "x");
-  rstd1 = allocate(DType::f32, {s.N}, "rstd1");
-  normed1 = allocate(P, {s.N, s.C}, "normed1");
-  qkv = allocate(P, {s.N, s.qkv_cols()}, "qkv");
-  rstd_qk = allocate(DType::f32, {s.N, s.H + s.K}, "rstd_qk");
-  qk = allocate(P, {s.N, (s.H + s.K) * s.D}, "qk");
-  att = allocate(P, {s.N, s.H * s.D}, "att");
-  lse = allocate(DType::f32, {s.B, s.H, s.T}, "lse");
-  mid = allocate(R, {s.N, s.C}, "mid");
-  rstd2 = allocate(DType::f32, {s.N}, "rstd2");
-  normed2 = allocate(P, {s.N, s.C}, "normed2");
-  gate_up = allocate(P, {s.N, 2 * s.F}, "gate_up");
-  act = allocate(P, {s.N, s.F}, "act");
+  place(&LayerActivations::x, full, R, {s.N, s.C}, "x");
+  place(&LayerActivations::rstd1, none, DType::f32, {s.N}, "rstd1");
+  place(&LayerActivations::normed1, none, P, {s.N, s.C}, "normed1");
+  place(&LayerActivations::qkv, selective, P, {s.N, s.qkv_cols()}, "qkv");
+  place(&LayerActivations::rstd_qk, none, DType::f32, {s.N, s.H + s.K}, "rstd_qk");
+  place(&LayerActivations::qk, none, P, {s.N, (s.H + s.K) * s.D}, "qk");
+  place(&LayerActivations::att, none, P, {s.N, s.H * s.D}, "att");
+  place(&LayerActivations::lse, none, DType::f32, {s.B, s.H, s.T}, "lse");
+  place(&LayerActivations::mid, selective, R, {s.N, s.C}, "mid");
+  place(&LayerActivations::rstd2, none, DType::f32, {s.N}, "rstd2");
+  place(&LayerActivations::normed2, none, P, {s.N, s.C}, "normed2");
+  place(&LayerActivations::gate_up, selective, P, {s.N, 2 * s.F}, "gate_up");
+  place(&LayerActivations::act, none, P, {s.N, s.F}, "act");
 }
 
 LayerWorkspace::LayerWorkspace(const LayerShape& s, DType P, double rope_theta, Device& device) {
@@ -107,33 +116,81 @@ LayerWorkspace::LayerWorkspace(const LayerShape& s, DType P, double rope_theta, 
   device.copy(rope->data, table.data(), rope->bytes());
 }
 
+namespace {
+
+// Forward up to the input of down_proj, or, with `recompute`, what a mode has to compute anew.
+struct LayerForward {
+  Ops& ops;
+  const LayerShape& s;
+  const Unit& unit;
+  LayerActivations& a;
+  LayerWorkspace& w;
+  const char* phase;
+  int64_t HD = s.H * s.D, KD = s.K * s.D;
+
+  void step(const char* name) const { ops.mark(unit.name(), phase, name); }
+
+  void input_norm() const {
+    step("1 input RMSNorm");
+    ops.rms_norm(a.x, unit.param(kInputNorm), s.eps, a.normed1, a.rstd1);  // [N,C]
+  }
+  void qkv() const {
+    step("2 q/k/v");
+    LinearGroup{ops, unit, {kQProj, kKProj, kVProj}}.forward(a.normed1, a.qkv);  // [N,(H+2K)D]
+  }
+  void attention() const {
+    step("3+4 q-norm, k-norm, RoPE");
+    ops.qk_norm_rope(a.qkv.col_range(0, HD + KD), unit.param(kQNorm), unit.param(kKNorm), w.rope,
+                     s.eps, s.attention(), a.qk, a.rstd_qk);  // [N,(H+K)D]
+    step("5 attention");
+    ops.attention(a.qk.col_range(0, HD), a.qk.col_range(HD, HD + KD),
+                  a.qkv.col_range(HD + KD, HD + 2 * KD), s.attention(), a.att, a.lse);  // [N,H·D]
+  }
+  void output() const {
+    step("6 o_proj");
+    ops.linear(a.att, unit.param(kOProj), w.delta);  // [N,C]
+    step("7+8 residual, RMSNorm");
+    ops.add_rms_norm(a.x, w.delta, unit.param(kPostNorm), s.eps, a.mid, a.normed2, a.rstd2);
+  }
+  void gate_up() const {
+    step("9 SwiGLU MLP");
+    LinearGroup{ops, unit, {kGateProj, kUpProj}}.forward(a.normed2, a.gate_up);  // [N,2F]
+  }
+  void swiglu() const { ops.swiglu(a.gate_up, a.act); }  // [N,F]
+};
+
+}  // namespace
+
 void layer_forward(Ops& ops, const LayerShape& s, const Unit& unit, LayerActivations& a,
                    LayerWorkspace& w, Tensor out) {
-  const int64_t HD = s.H * s.D, KD = s.K * s.D;
-  const Tensor& qkv = a.qkv;
-  const Tensor& qk = a.qk;
-  auto step = [&](const char* name) { ops.mark(unit.name(), "forward", name); };
-
-  step("1 input RMSNorm");
-  ops.rms_norm(a.x, unit.param(kInputNorm), s.eps, a.normed1, a.rstd1);  // [N,C]
-  step("2 q/k/v");
-  LinearGroup{ops, unit, {kQProj, kKProj, kVProj}}.forward(a.normed1, qkv);  // [N,(H+2K)D]
-  step("3+4 q-norm, k-norm, RoPE");
-  ops.qk_norm_rope(qkv.col_range(0, HD + KD), unit.param(kQNorm), unit.param(kKNorm), w.rope, s.eps,
-                   s.attention(), qk, a.rstd_qk);  // [N,(H+K)D]
-  step("5 attention");
-  ops.attention(qk.col_range(0, HD), qk.col_range(HD, HD + KD), qkv.col_range(HD + KD, HD + 2 * KD),
-                s.attention(), a.att, a.lse);  // [N,H·D]
-  step("6 o_proj");
-  ops.linear(a.att, unit.param(kOProj), w.delta);  // [N,C]
-  step("7+8 residual, RMSNorm");
-  ops.add_rms_norm(a.x, w.delta, unit.param(kPostNorm), s.eps, a.mid, a.normed2, a.rstd2);
-  step("9 SwiGLU MLP");
-  LinearGroup{ops, unit, {kGateProj, kUpProj}}.forward(a.normed2, a.gate_up);  // [N,2F]
-  ops.swiglu(a.gate_up, a.act);                                                // [N,F]
-  ops.linear(a.act, unit.param(kDownProj), w.delta);                           // [N,C]
-  step("10 residual");
+  const LayerForward f{ops, s, unit, a, w, "forward"};
+  f.input_norm();
+  f.qkv();
+  f.attention();
+  f.output();
+  f.gate_up();
+  f.swiglu();
+  ops.linear(a.act, unit.param(kDownProj), w.delta);  // [N,C]
+  f.step("10 residual");
   ops.add(a.mid, w.delta, out);
+}
+
+void layer_recompute(Ops& ops, const LayerShape& s, const Unit& unit, LayerActivations& a,
+                     LayerWorkspace& w, ActivationCheckpoint mode) {
+  const LayerForward f{ops, s, unit, a, w, "recompute"};
+  const bool products = mode == ActivationCheckpoint::full;
+  f.input_norm();
+  if (products) f.qkv();
+  f.attention();
+  if (products) {
+    f.output();
+    f.gate_up();
+  } else {
+    f.step("8 RMSNorm");
+    ops.rms_norm(a.mid, unit.param(kPostNorm), s.eps, a.normed2, a.rstd2);
+    f.step("9 SwiGLU MLP");
+  }
+  f.swiglu();
 }
 
 void layer_backward(Ops& ops, const LayerShape& s, const Unit& unit, LayerActivations& a,

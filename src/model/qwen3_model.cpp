@@ -21,6 +21,7 @@ Qwen3Model::Qwen3Model(const Qwen3Config& config, const FsdpOptions& options, in
                        const World& world, Backend& backend, Collectives& collectives)
     : config_(config),
       param_dtype_(options.param_dtype),
+      checkpoint_(options.activation_checkpoint),
       shape_(config, B, T),
       backend_(backend),
       ops_(*backend.ops),
@@ -41,8 +42,10 @@ Qwen3Model::Qwen3Model(const Qwen3Config& config, const FsdpOptions& options, in
 
   Device& device = *backend.device;
   const LayerShape& s = shape_;
+  activations_.reserve(layers_.size());
   for (const auto& layer : layers_)
-    activations_.emplace_back(s, param_dtype_, device, layer->name());
+    activations_.emplace_back(s, param_dtype_, device, layer->name(), checkpoint_,
+                              activations_.empty() ? nullptr : &activations_.front());
   workspace_ = std::make_unique<LayerWorkspace>(s, param_dtype_, config.rope_theta, device);
   auto allocate = [&](DType dtype, Shape shape, Segment segment, const char* what) {
     return Buffer(device, dtype, shape, segment, what);
@@ -111,8 +114,11 @@ void Qwen3Model::forward_backward(TokenBatch batch, float loss_scale, MicroBatch
   ops_.rms_norm_grad(workspace_->d_norm, final_, root_->param(kFinalNorm), final_rstd_, d_res,
                      d_res_p.data == d_res.data ? Tensor() : d_res_p, root_->grad(kFinalNorm),
                      accumulate);
-  for (int l = static_cast<int>(layers_.size()) - 1; l >= 0; --l) {
+  const int last = static_cast<int>(layers_.size()) - 1;
+  for (int l = last; l >= 0; --l) {
     prefetch_->enter_backward(l);
+    if (checkpoint_ != ActivationCheckpoint::none && l < last)
+      layer_recompute(ops_, shape_, *layers_[l], activations_[l], *workspace_, checkpoint_);
     layer_backward(ops_, shape_, *layers_[l], activations_[l], *workspace_, d_res, d_res_p);
     prefetch_->leave_backward(l);
   }

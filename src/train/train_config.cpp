@@ -68,6 +68,10 @@ void TrainConfig::describe(OptionTable& t) {
       .one_of({"f32", "bf16"});
   t.add("train.reduce_dtype", train.reduce_dtype, "what gradients travel in; sums are f32")
       .one_of({"f32", "bf16"});
+  t.add("train.activation_checkpoint", train.activation_checkpoint,
+        "what backward computes anew to save memory: selective: all but matrix products; full: a "
+        "whole layer from its input. The results are the same bits")
+      .one_of({"none", "selective", "full"});
   t.add("train.log_every", train.log_every, "console line").at_least(1).unit("steps");
   t.add("train.eval_every", train.eval_every, "evaluation on data.val; 0: only at the end")
       .at_least(0)
@@ -168,6 +172,7 @@ void TrainConfig::finish(int ranks) {
   transport = choose_transport(transport, backend);
   fsdp.param_dtype = parse_dtype(train.param_dtype);
   fsdp.reduce_dtype = parse_dtype(train.reduce_dtype);
+  fsdp.activation_checkpoint = parse_activation_checkpoint(train.activation_checkpoint);
   adamw.decay_matrices_only = decay == "matrices";
   schedule.total_steps = train.steps;
   if (data.train.empty())
@@ -231,6 +236,7 @@ ConfigChanges compare_runs(const nlohmann::json& saved, const nlohmann::json& no
   // What changes rounding at most, or only what is reported and kept; the model is compared as it
   // is after its file and these options were put together.
   static const std::vector<std::string> ignored = {"/train/micro_batch",
+                                                   "/train/activation_checkpoint",
                                                    "/train/log_every",
                                                    "/train/eval_every",
                                                    "/train/eval_samples",

@@ -192,6 +192,7 @@ VerifyReport verify_reference(const VerifyOptions& options, World& world, Backen
     fsdp.reshard_after_forward = options.reshard_after_forward;
     fsdp.reduce_every_microbatch = options.reduce_every_microbatch;
     fsdp.prefetch = options.prefetch;
+    fsdp.activation_checkpoint = parse_activation_checkpoint(options.activation_checkpoint);
     c = load_reference_case(options.folder, world, options.ranks_any);
     reading_train_json(options, [&] {
       adamw = optimizer(c.train.at("optim"));

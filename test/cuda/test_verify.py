@@ -32,6 +32,12 @@ def test_accumulation_and_prefetch(tmp):
                      ranks=3))
 
 
+def test_activation_checkpointing(tmp):
+    for mode in "selective", "full":
+        expect_ok(verify("tiny-tied", "--param-dtype", "bf16", "--activation-checkpoint", mode,
+                         ranks=4))
+
+
 def test_refusals(tmp):
     result = verify("tiny-tied", "--transport", "shm", ranks=4)
     runs.expect_one_error(result, 2, "transport shm", "nccl")

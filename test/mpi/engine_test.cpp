@@ -103,6 +103,48 @@ TEST(Engine, EvaluationIsTheMeanOverKeptLabelsAndTouchesNothing) {
   EXPECT_EQ(engine->evaluate(deal(batch, run.B, Deal::split)), 0);
 }
 
+// --- activation checkpointing
+
+TEST(Engine, WhatBackwardComputesAnewIsTheSameBits) {
+  for (const DType dtype : {DType::f32, DType::bf16})
+    for (const bool reshard : {true, false}) {
+      TinyRun run;
+      run.config.num_hidden_layers = 4;
+      run.fsdp.param_dtype = dtype;
+      run.fsdp.reshard_after_forward = reshard;
+      const auto batches = some_batches(run, 3, 2 * run.B * ranks());  // two micro-batches
+      const Outcome kept = train(run, batches, Deal::split);
+      for (const auto mode : {ActivationCheckpoint::selective, ActivationCheckpoint::full}) {
+        run.fsdp.activation_checkpoint = mode;
+        expect_same_bits(train(run, batches, Deal::split), kept);
+      }
+    }
+}
+
+// Per token of a layer that is not the one whose buffers all share; statistics are 4 bytes a head.
+TEST(Engine, ActivationCheckpointingHoldsWhatItsNoteSays) {
+  TinyRun run;
+  run.fsdp.param_dtype = DType::bf16;
+  auto held = [&](ActivationCheckpoint mode, int64_t layers) {
+    run.fsdp.activation_checkpoint = mode;
+    run.config.num_hidden_layers = layers;
+    const auto engine = run.engine();
+    return test_backend().device->bytes_held(Segment::activations);
+  };
+  const Qwen3Config& c = run.config;
+  const int64_t C = c.hidden_size, F = c.intermediate_size, D = c.head_dim,
+                H = c.num_attention_heads, K = c.num_key_value_heads, R = 4, P = 2;
+  const int64_t statistics = 4 * (2 + (H + K) + H);
+  const int64_t none = 2 * C * R + (2 * C + 2 * (H + 2 * K) * D - K * D + H * D + 3 * F) * P;
+  const std::pair<ActivationCheckpoint, int64_t> expected[] = {
+      {ActivationCheckpoint::none, none + statistics},
+      {ActivationCheckpoint::selective, 2 * C * R + ((H + 2 * K) * D + 2 * F) * P},
+      {ActivationCheckpoint::full, C * R}};
+  for (const auto& [mode, bytes] : expected)
+    EXPECT_EQ(held(mode, 5) - held(mode, 2), 3 * run.B * run.T * bytes)
+        << activation_checkpoint_name(mode);
+}
+
 // An evaluation between steps leaves no trace in what follows.
 TEST(Engine, EvaluationsBetweenStepsDoNotChangeTheRun) {
   for (bool reshard : {true, false}) {
