@@ -196,6 +196,12 @@ void CudaDevice::release(void* data, size_t) noexcept {
   if (std::uncaught_exceptions() == 0) cudaFree(data);
 }
 
+int64_t CudaDevice::bytes_available() const {
+  size_t free = 0, total = 0;
+  CUDA_CHECK(cudaMemGetInfo(&free, &total));
+  return static_cast<int64_t>(free);
+}
+
 void CudaDevice::zero(void* data, size_t bytes) {
   if (bytes > 0) CUDA_CHECK(cudaMemsetAsync(data, 0, bytes, stream_));
 }

@@ -77,6 +77,7 @@ class CudaDevice final : public Device {
   std::string name() const override;  // "NVIDIA H100 80GB HBM3 (sm_90, 79.1 GiB, PCI 0000:1B:00.0)"
   void* allocate(size_t bytes) override;
   void release(void* data, size_t bytes) noexcept override;
+  int64_t bytes_available() const override;
   // After all earlier work of the compute stream, complete on return. Host memory need not be
   // pinned.
   void copy(void* to, const void* from, size_t bytes) override;

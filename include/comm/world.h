@@ -34,6 +34,9 @@ class World {
   bool in_background() const { return in_background_; }  // made by duplicate()
   // A world of this process alone, on its node. Made by any rank at any time.
   static std::unique_ptr<World> alone();
+  // Rank 0 of ranks that do not exist, `ranks_per_node` on each node: for planning. It has sizes,
+  // but no communicators.
+  static std::unique_ptr<World> imagined(int ranks, int ranks_per_node);
   bool threads_may_call() const { return threads_may_call_; }  // MPI_THREAD_MULTIPLE
   [[noreturn]] void abort(int code) noexcept;  // MPI_Abort: ends every rank within seconds
 

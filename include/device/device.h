@@ -46,6 +46,10 @@ class Device {
   virtual void download_start(void* to, const void* from, size_t bytes) { copy(to, from, bytes); }
   virtual void download_wait() {}  // for all that were started; on any thread
 
+  // Bytes that all programs together can still allocate; for host memory, those of the machine or
+  // of the control group that limits this process. 0: not known.
+  virtual int64_t bytes_available() const { return 0; }
+
   // Bytes held now and at most so far, by segment. Transports count their windows here as well.
   void account(Segment segment, int64_t bytes);
   int64_t bytes_held(Segment segment) const { return held_[static_cast<int>(segment)]; }

@@ -35,7 +35,7 @@ struct TrainOptions {
   std::string out;
   int64_t stop_after = 0;
   bool overwrite = false, save_model = true;
-  double peak_gflops = 0;
+  double peak_gflops = 0, memory_gb = 0;
 };
 
 struct TrainConfig {

@@ -5,6 +5,7 @@
 #include "io/hf_weights.h"
 #include "train/checkpointer.h"
 #include "train/engine.h"
+#include "train/memory_fit.h"
 #include "train/metrics.h"
 #include "train/trace_file.h"
 #include "train/train_config.h"
@@ -44,6 +45,10 @@ class Trainer {
   std::vector<TokenBatch> read_evaluation(int64_t samples);
   int64_t peak_memory() const;
   void make_engine();
+  void plan_memory();
+  int64_t own_host_bytes(const PlanRequest& request) const;
+  int64_t evaluation_samples() const;
+  void report_memory() const;
   Trace* trace() { return traced_ ? &traced_->trace : nullptr; }
   void end_of_trace();
 
@@ -54,6 +59,7 @@ class Trainer {
   std::unique_ptr<Sampler> sampler_;
   Backend& backend_;
   TracedRun* traced_;
+  Plan plan_;
   std::unique_ptr<Engine> engine_;
   std::unique_ptr<Metrics> metrics_;  // rank 0
   std::unique_ptr<Checkpointer> checkpointer_;

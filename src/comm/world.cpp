@@ -137,6 +137,14 @@ std::unique_ptr<World> World::alone() {
   return world;
 }
 
+std::unique_ptr<World> World::imagined(int ranks, int ranks_per_node) {
+  auto world = std::unique_ptr<World>(new World);
+  world->size_ = ranks;
+  world->node_size_ = std::min(ranks, ranks_per_node);
+  world->nodes_ = (ranks + ranks_per_node - 1) / ranks_per_node;
+  return world;
+}
+
 void World::finalize() {
   QS_MPI(MPI_Comm_free(&node_comm_));
   QS_MPI(MPI_Comm_free(&comm_));

@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "cpu/backend_cpu.h"
+#include "cpu/host_memory.h"
 #include "cpu/ops_cpu.h"
 
 namespace qshard {
@@ -31,6 +32,7 @@ class CpuDevice final : public Device {
   }
 
   void release(void* data, size_t) noexcept override { std::free(data); }
+  int64_t bytes_available() const override { return host_bytes_available(); }
   void copy(void* to, const void* from, size_t bytes) override {
     if (bytes) std::memmove(to, from, bytes);
   }

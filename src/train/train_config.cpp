@@ -70,8 +70,12 @@ void TrainConfig::describe(OptionTable& t) {
       .one_of({"f32", "bf16"});
   t.add("train.activation_checkpoint", train.activation_checkpoint,
         "what backward computes anew to save memory: selective: all but matrix products; full: a "
-        "whole layer from its input. The results are the same bits")
-      .one_of({"none", "selective", "full"});
+        "whole layer from its input; auto: as little as fits. The results are the same bits")
+      .one_of({"none", "selective", "full", "auto"});
+  t.add("train.memory_gb", train.memory_gb,
+        "what a rank may take, a run that needs more is refused; 0: what the machine has free")
+      .at_least(0)
+      .unit("GB");
   t.add("train.log_every", train.log_every, "console line").at_least(1).unit("steps");
   t.add("train.eval_every", train.eval_every, "evaluation on data.val; 0: only at the end")
       .at_least(0)
@@ -172,7 +176,8 @@ void TrainConfig::finish(int ranks) {
   transport = choose_transport(transport, backend);
   fsdp.param_dtype = parse_dtype(train.param_dtype);
   fsdp.reduce_dtype = parse_dtype(train.reduce_dtype);
-  fsdp.activation_checkpoint = parse_activation_checkpoint(train.activation_checkpoint);
+  if (train.activation_checkpoint != "auto")
+    fsdp.activation_checkpoint = parse_activation_checkpoint(train.activation_checkpoint);
   adamw.decay_matrices_only = decay == "matrices";
   schedule.total_steps = train.steps;
   if (data.train.empty())
@@ -237,6 +242,7 @@ ConfigChanges compare_runs(const nlohmann::json& saved, const nlohmann::json& no
   // is after its file and these options were put together.
   static const std::vector<std::string> ignored = {"/train/micro_batch",
                                                    "/train/activation_checkpoint",
+                                                   "/train/memory_gb",
                                                    "/train/log_every",
                                                    "/train/eval_every",
                                                    "/train/eval_samples",

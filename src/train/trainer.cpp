@@ -61,6 +61,7 @@ Trainer::Trainer(TrainConfig config, const nlohmann::json& settings, const std::
     weights = std::make_unique<HfWeights>(config_.hf_folder());
     weights->require(all_params(model_config_));
   });
+  plan_memory();
   prepare_outputs(settings);
   print_start(table);
 
@@ -75,6 +76,34 @@ Trainer::Trainer(TrainConfig config, const nlohmann::json& settings, const std::
   else
     engine_->model().init_parameters(config_.train.seed);
   open_metrics();
+}
+
+// Ids and labels of a step and of an evaluation, and the copy that a save in the background makes.
+int64_t Trainer::own_host_bytes(const PlanRequest& request) const {
+  const int64_t batch = request.B * world_.size();
+  int64_t batches = request.accumulation;
+  if (val_file_) batches += (evaluation_samples() + batch - 1) / batch;
+  const int64_t tokens = 2 * batches * request.B * request.T * int64_t{sizeof(int32_t)};
+  const bool copies = config_.checkpoint.async;
+  return tokens + (copies ? plan_step(request)[Segment::moments] / 2 * 3 : 0);
+}
+
+// Sets plan_, and the activation checkpointing if it is to be chosen.
+void Trainer::plan_memory() {
+  const TrainOptions& t = config_.train;
+  PlanRequest request{model_config_,
+                      config_.fsdp,
+                      config_.transport.name,
+                      world_.size(),
+                      world_.node_size(),
+                      t.micro_batch,
+                      t.seq,
+                      config_.accumulation(world_.size())};
+  const MemoryOptions options{t.memory_gb, t.activation_checkpoint == "auto",
+                              backend_.device->is_host() ? own_host_bytes(request) : 0};
+  const int64_t budget = memory_budget(world_, *backend_.device, t.memory_gb);
+  collectively(world_, [&] { plan_ = fit_memory(request, options, budget); });
+  config_.fsdp = request.fsdp;
 }
 
 void Trainer::make_engine() {
@@ -305,6 +334,9 @@ void Trainer::print_start(const std::string& table) {
   if (world_.cpus() < world_.node_size())
     say("warning     {} cpu(s) for {} ranks on this node: ranks take turns", world_.cpus(),
         world_.node_size());
+  say("memory      activation checkpointing: {}\n{}",
+      activation_checkpoint_name(config_.fsdp.activation_checkpoint),
+      memory_table(plan_, world_.node_size()));
   for (const std::string& rank : ranks)
     if (world_.nodes() > 1) say("rank        {}", rank);
   say("output      {}", t.out);
@@ -336,8 +368,18 @@ int Trainer::run() {
   log_save();
   end_of_trace();
   if (metrics_) metrics_->finish();
+  report_memory();
   if (config_.train.save_model) save_model();
   return kExitDone;
+}
+
+// The largest of all ranks by segment.
+void Trainer::report_memory() const {
+  SegmentBytes largest = bytes_held(*backend_.device);
+  std::vector<double> values(largest.begin(), largest.end());
+  world_.all_reduce_max(values.data(), static_cast<int>(values.size()));
+  std::copy(values.begin(), values.end(), largest.begin());
+  if (world_.rank() == 0) say("memory\n{}", memory_table(plan_, world_.node_size(), &largest));
 }
 
 void Trainer::train_step(int64_t step) {
@@ -386,14 +428,17 @@ std::vector<TokenBatch> Trainer::read_step(int64_t step) {
   return batches;
 }
 
+int64_t Trainer::evaluation_samples() const {
+  return std::min(config_.train.eval_samples, (val_file_->info().tokens - 1) / config_.train.seq);
+}
+
 void Trainer::evaluate(int64_t step) {
   const Clock::time_point begin = Clock::now();
-  const int64_t T = config_.train.seq;
-  const int64_t samples = std::min(config_.train.eval_samples, (val_file_->info().tokens - 1) / T);
+  const int64_t samples = evaluation_samples();
   std::vector<TokenBatch> batches;
   collectively(world_, [&] { batches = read_evaluation(samples); });
   const double loss = engine_->evaluate(batches);
-  if (metrics_) metrics_->evaluation(step, loss, samples * T, seconds_since(begin));
+  if (metrics_) metrics_->evaluation(step, loss, samples * config_.train.seq, seconds_since(begin));
 }
 
 // The first samples of the file, in order, dealt out row by row; the last batch is filled up with

@@ -1,0 +1,13 @@
+// A backend that computes nothing and holds nothing, for planning: the code of a real step runs on
+// it, and what that asks of device and operators is counted. Addresses are made up and must not be
+// used; copies to the host read zeros. Wrap it in a TracedBackend for the operators' shapes and
+// FLOPs.
+#pragma once
+
+#include "device/ops.h"
+
+namespace qshard {
+
+Backend make_counting_backend();
+
+}  // namespace qshard

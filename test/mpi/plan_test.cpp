@@ -1,0 +1,134 @@
+// The plan of a step against the step itself, segment by segment and byte by byte.
+#include "train/plan.h"
+
+#include "comm/traced_collectives.h"
+#include "device/traced_ops.h"
+#include "tiny_model.h"
+
+namespace qshard {
+namespace {
+
+PlanRequest request_of(const TinyRun& run, int64_t accumulation) {
+  const World& world = test_world();
+  return {run.config,        run.fsdp, run.transport, world.size(),
+          world.node_size(), run.B,    run.T,         accumulation};
+}
+
+std::vector<TinyRun> runs() {
+  std::vector<TinyRun> runs;
+  for (const char* transport : {"shm", "mpi"})
+    for (const DType dtype : {DType::f32, DType::bf16})
+      for (const bool sparing : {true, false}) {
+        TinyRun run;
+        run.config.num_hidden_layers = 3;
+        run.config.tie_word_embeddings = sparing;
+        run.transport = transport;
+        run.fsdp.param_dtype = dtype;
+        run.fsdp.reduce_dtype = dtype;
+        run.fsdp.reshard_after_forward = sparing;
+        run.fsdp.reduce_every_microbatch = sparing;
+        run.fsdp.prefetch = sparing ? 2 : 0;
+        run.fsdp.activation_checkpoint =
+            sparing ? ActivationCheckpoint::full : ActivationCheckpoint::none;
+        runs.push_back(run);
+      }
+  return runs;
+}
+
+TEST(Plan, HoldsTheBytesOfTheRun) {
+  for (const TinyRun& run : runs()) {
+    const Device& device = *test_backend().device;
+    std::array<int64_t, kSegments.size()> before{};
+    for (const Segment s : kSegments) before[static_cast<size_t>(s)] = device.bytes_held(s);
+    const auto engine = run.engine();
+    const Plan plan = plan_step(request_of(run, 1));
+    for (const Segment s : kSegments)
+      EXPECT_EQ(plan[s], device.bytes_held(s) - before[static_cast<size_t>(s)])
+          << run.transport << " " << dtype_name(run.fsdp.param_dtype) << " " << segment_name(s);
+  }
+}
+
+TEST(Plan, MovesTheBytesOfTheRun) {
+  for (const TinyRun& run : runs()) {
+    const auto engine = run.engine();
+    const auto batch = some_batches(run, 1, 2 * run.B * test_world().size()).front();
+    engine->compute_gradients(deal(batch, run.B, Deal::split));
+    const Traffic &planned = plan_step(request_of(run, 2)).traffic,
+                  &moved = engine->collectives().traffic();
+    EXPECT_EQ(planned.gathers, moved.gathers);
+    EXPECT_EQ(planned.reduces, moved.reduces);
+    EXPECT_EQ(planned.gather_logical_bytes, moved.gather_logical_bytes);
+    EXPECT_EQ(planned.reduce_logical_bytes, moved.reduce_logical_bytes);
+  }
+}
+
+// The same operators on the same shapes in the same order, with the transport's calls between them.
+TEST(Plan, HasTheSpansOfTheRun) {
+  TinyRun run;
+  run.transport = "mpi";
+  Trace trace;
+  std::vector<Span> real;
+  {
+    const TracedBackend traced(test_backend(), trace);
+    Engine engine(run.config, run.fsdp, run.adamw,
+                  make_traced_collectives(make_collectives(run.transport, test_world(),
+                                                           test_backend(), run.fsdp.prefetch + 1),
+                                          test_world(), trace),
+                  run.B, run.T, test_world(), test_backend());
+    engine.model().init_parameters(run.seed);
+    const auto batch = some_batches(run, 1, run.B * test_world().size()).front();
+    engine.step(deal(batch, run.B, Deal::split), run.lr);
+    real = trace.spans();
+  }
+  const std::vector<Span> planned = plan_step(request_of(run, 1)).spans;
+  // A rank without rows of a parameter has no update of it.
+  auto without_optimizer = [](std::vector<Span> spans) {
+    std::erase_if(spans, [](const Span& s) { return s.phase == "optimizer" || s.phase.empty(); });
+    return spans;
+  };
+  const auto a = without_optimizer(planned), b = without_optimizer(real);
+  ASSERT_EQ(a.size(), b.size());
+  for (size_t i = 0; i < a.size(); ++i) {
+    EXPECT_EQ(a[i].name, b[i].name);
+    EXPECT_EQ(a[i].unit, b[i].unit);
+    EXPECT_EQ(a[i].flops, b[i].flops);
+    EXPECT_EQ(a[i].logical_bytes, b[i].logical_bytes);
+    ASSERT_EQ(a[i].tensors.size(), b[i].tensors.size());
+    for (size_t t = 0; t < a[i].tensors.size(); ++t)
+      EXPECT_EQ(a[i].tensors[t].shape, b[i].tensors[t].shape) << a[i].name;
+  }
+}
+
+// A model and a machine that do not fit here.
+TEST(Plan, NeedsNoMemoryForWhatItPlans) {
+  PlanRequest request;
+  request.config = tiny_config();
+  request.config.hidden_size = 8192;
+  request.config.intermediate_size = 28672;
+  request.config.num_hidden_layers = 80;
+  request.config.num_attention_heads = 64;
+  request.config.num_key_value_heads = 8;
+  request.config.head_dim = 128;
+  request.config.vocab_size = 151936;
+  request.transport = "nccl";
+  request.ranks = 512;
+  request.ranks_per_node = 8;
+  request.B = 1;
+  request.T = 8192;
+  request.fsdp.param_dtype = DType::bf16;
+  const Plan plan = plan_step(request);
+  // Moments of 2 · 4 bytes a parameter, split over the ranks; padding adds less than 1 %.
+  const double state = 8.0 * static_cast<double>(request.config.num_parameters()) / 512;
+  EXPECT_GE(static_cast<double>(plan[Segment::moments]), state);
+  EXPECT_LE(static_cast<double>(plan[Segment::moments]), 1.01 * state);
+  double flops = 0;
+  for (const Span& span : plan.spans)
+    if (span.name.starts_with("linear") || span.name.starts_with("attention"))
+      flops += static_cast<double>(span.flops);
+  const double model =
+      request.config.train_flops_per_token(request.T) * static_cast<double>(request.B * request.T);
+  EXPECT_NEAR(flops, model, 1e-3 * model);
+}
+
+}  // namespace
+}  // namespace qshard
