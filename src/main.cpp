@@ -58,6 +58,7 @@ int run(int argc, char** argv, World& world) {
   add_train(app, command);
   add_verify(app, command);
   add_walkthrough(app, command);
+  add_plan(app, command);
   add_data(app, command);
   add_ckpt(app, command);
 

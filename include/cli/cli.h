@@ -14,6 +14,7 @@ using Command = std::function<int(World&)>;
 void add_train(CLI::App& app, Command& run);
 void add_verify(CLI::App& app, Command& run);
 void add_walkthrough(CLI::App& app, Command& run);
+void add_plan(CLI::App& app, Command& run);
 void add_data(CLI::App& app, Command& run);
 void add_ckpt(CLI::App& app, Command& run);
 

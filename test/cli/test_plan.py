@@ -1,0 +1,101 @@
+"""`qshard plan`: what it says beside what runs do, and for machines that are not here."""
+import json
+
+import cli
+import runs
+from test_memory import LARGER, SIZES, table
+
+HARDWARE = cli.ROOT / "data" / "hardware"
+CONFIGS = cli.ROOT / "data" / "configs"
+
+
+def plan(*args, ranks=1, rc=0):
+    result = cli.qshard("plan", *args, "--format", "json", ranks=ranks)
+    cli.expect(result, rc=rc)
+    return json.loads(result.out)
+
+
+def test_memory_is_what_train_says(tmp):
+    runs.model(tmp, **LARGER)
+    runs.tokens(tmp / "train.bin", 3000)
+    result = runs.train(tmp, 3, train__param_dtype="bf16", **SIZES)
+    planned = plan("--model", tmp / "model.json", "--ranks", 3, "--batch", 4, "--seq", 64)
+    tokens = 2 * 4 * 4 * 64  # ids and labels of the step, which the trainer adds
+    expected = planned["memory_bytes"]["total"] + tokens
+    assert runs.close(table(result.out)["total"][0], expected, 0.01), (result, planned)
+
+
+def test_traffic_of_the_layer_that_every_reader_checks(tmp):
+    """hidden 512, 4 ranks, 16-bit parameters: 3.54 MB for each gather and each reduction of a layer."""
+    doc = json.loads((CONFIGS / "walkthrough-layer.json").read_text())
+    bytes_of = {}
+    for layers in 1, 2:
+        (tmp / "m.json").write_text(json.dumps({**doc, "num_hidden_layers": layers}))
+        bytes_of[layers] = plan("--model", tmp / "m.json", "--ranks", 4, "--batch", 2, "--seq", 8,
+                                "--reduce-dtype", "bf16")["traffic_bytes"]
+    layer = 2360448 * 2 * 3 // 4
+    for phase in "forward_gathers", "backward_gathers", "reductions":
+        assert bytes_of[2][phase] - bytes_of[1][phase] == layer, (phase, bytes_of)
+    assert bytes_of[2]["between_nodes_of_a_node"] == 0, bytes_of
+
+
+def test_large_machines(tmp):
+    """A model and machine that do not fit here; recomputation counts as work, not as MFU."""
+    for name in "a100", "h100", "h200", "b200":
+        few, full = (plan("--model", CONFIGS / "qwen3-32b.json", "--ranks", 1024, "--seq", 4096,
+                          "--hardware", HARDWARE / f"{name}.json", "--activation-checkpoint", mode,
+                          "--tokens", 1e12) for mode in ("none", "full"))
+        assert few["flops"]["model"] == full["flops"]["model"] < full["flops"]["executed"], full
+        assert full["memory_bytes"]["total"] < few["memory_bytes"]["total"]
+        for report in few, full:
+            time, step = report["seconds"], report["setting"]["tokens_per_step"]
+            parts = ("compute", "exposed_gathers", "exposed_reductions", "other")
+            assert runs.close(sum(time[p] for p in parts), time["step"], 1e-9), time
+            assert runs.close(time["tokens_per_s"], step / time["step"], 1e-9), time
+            assert runs.close(time["days"], 1e12 / time["tokens_per_s"] / 86400, 1e-9), time
+            assert 0.05 < time["mfu"] < 0.7, time
+        assert runs.close(sum(full["seconds"]["operators"].values()), full["seconds"]["compute"], 1e-9)
+
+
+def test_search(tmp):
+    args = ("--model", CONFIGS / "qwen3-8b.json", "--ranks", 16, "--batch", 8, "--seq", 4096,
+            "--hardware", HARDWARE / "h100.json", "--search")
+    found = plan(*args)
+    assert len(found) > 1, found
+    steps = [report["seconds"]["step"] for report in found]
+    assert steps == sorted(steps)
+    for report in found:
+        assert report["memory_bytes"]["total"] <= 80e9, report
+        assert report["setting"]["batch"] * report["setting"]["accumulation"] == 8, report
+    fewer = plan(*args, "--memory-gb", 30)
+    assert 0 < len(fewer) < len(found), (len(fewer), len(found))
+    cli.expect(cli.qshard("plan", *args), out="tokens/s")
+    runs.expect_one_error(cli.qshard("plan", *args, "--memory-gb", 3), 1, "3.0 GB", "more ranks")
+
+
+def test_calibration_is_a_profile(tmp):
+    runs.model(tmp, **LARGER)
+    model = ("--model", tmp / "model.json", "--seq", 32)
+    cli.expect(cli.qshard("plan", *model, "--calibrate", tmp / "here.json", ranks=2))
+    profile = json.loads((tmp / "here.json").read_text())
+    assert {"f32/linear", "bf16/attention_grad", "rms_norm", "adamw"} <= set(profile["measured"]), profile
+    report = plan(*model, "--ranks", 2, "--hardware", tmp / "here.json")
+    assert report["seconds"]["hardware"] == profile["name"]
+    assert report["setting"]["transport"] == "shm" and report["seconds"]["step"] > 0, report
+
+
+def test_refusals(tmp):
+    model = ("--model", CONFIGS / "small30m.json")
+    (tmp / "bad.json").write_text('{"name": "x"}')
+    for args, rc, texts in (
+            (("--model", tmp / "none.json"), 1, ["none.json"]),
+            ((*model, "--hardware", tmp / "none.json"), 1, ["none.json"]),
+            ((*model, "--hardware", tmp / "bad.json"), 1, ["bad.json", "ranks_per_node"]),
+            ((*model, "--search"), 2, ["--hardware"]),
+            ((*model, "--ranks", 0), 2, ["--ranks"]),
+            ((*model, "--activation-checkpoint", "some"), 2, ["selective"])):
+        runs.expect_one_error(cli.qshard("plan", *args, ranks=2), rc, *texts)
+
+
+if __name__ == "__main__":
+    cli.main()
