@@ -51,9 +51,10 @@ def measure(args, folder, model, ranks, setting, dtype):
 def predict(args, folder, model, ranks, setting, dtype):
     _, batch, seq, mode = setting
     report = json.loads(shell(
-        args.build / "qshard", "plan", "--model", model, "--ranks", ranks, "--batch", batch, "--seq",
-        seq, "--param-dtype", dtype, "--activation-checkpoint", mode, "--hardware",
-        folder / f"hardware{ranks}.json", "--format", "json"))
+        ROOT / "scripts" / "mpirun.sh", "-n", 1, args.build / "qshard", "plan", "--model", model,
+        "--ranks", ranks, "--batch", batch, "--seq", seq, "--param-dtype", dtype,
+        "--activation-checkpoint", mode, "--hardware", folder / f"hardware{ranks}.json",
+        "--format", "json"))
     return 1e3 * report["seconds"]["step"]
 
 
