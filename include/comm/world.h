@@ -48,6 +48,8 @@ class World {
   const std::string& host() const { return host_; }
   // CPUs that the ranks of this node may use together: the union of their affinity masks.
   int cpus() const { return cpus_; }
+  int own_cpus() const { return own_cpus_; }  // that this rank may use
+  int job_cpus() const { return job_cpus_; }  // that Slurm gave to the job on this node; 0: unknown
   int threads_per_rank() const { return std::max(1, cpus_ / node_size_); }
   MPI_Comm comm() const { return comm_; }
   MPI_Comm node_comm() const { return node_comm_; }
@@ -72,6 +74,7 @@ class World {
   bool threads_may_call_ = false, in_background_ = false;
   MPI_Comm comm_ = MPI_COMM_NULL, node_comm_ = MPI_COMM_NULL;
   int rank_ = 0, size_ = 1, node_rank_ = 0, node_size_ = 1, nodes_ = 1, cpus_ = 1;
+  int own_cpus_ = 1, job_cpus_ = 0;
   std::string host_;
 };
 

@@ -11,6 +11,7 @@
 #include <thread>
 
 #include "comm/duplicate.h"
+#include "comm/placement.h"
 
 namespace qshard {
 namespace {
@@ -29,7 +30,8 @@ std::vector<uint8_t> affinity_mask() {
 std::map<std::string, std::string> launch_environment() {
   std::map<std::string, std::string> found;
   for (const char* name : {"SLURM_STEP_NUM_TASKS", "SLURM_STEP_ID", "SLURM_NTASKS", "SLURM_PROCID",
-                           "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "QSHARD_ALLOW_SINGLETON"})
+                           "SLURM_JOB_CPUS_PER_NODE", "SLURM_NODEID", "OMPI_COMM_WORLD_SIZE",
+                           "PMI_SIZE", "QSHARD_ALLOW_SINGLETON"})
     if (const char* value = std::getenv(name)) found[name] = value;
   return found;
 }
@@ -97,6 +99,9 @@ World::World(int* argc, char*** argv) : host_(host_name()) {
   QS_MPI(MPI_Comm_size(comm_, &size_));
   const std::string wrong = broken_launch(environment, size_);
   if (!wrong.empty()) fail_usage("{}", wrong);
+  if (environment.count("SLURM_JOB_CPUS_PER_NODE") && environment.count("SLURM_NODEID"))
+    job_cpus_ = job_cpus_of_node(environment.at("SLURM_JOB_CPUS_PER_NODE"),
+                                 std::atoi(environment.at("SLURM_NODEID").c_str()));
   find_node();
 }
 
@@ -109,6 +114,7 @@ void World::find_node() {
   all_reduce_sum(&leaders, 1);
   nodes_ = static_cast<int>(leaders);
   std::vector<uint8_t> mask = affinity_mask();
+  own_cpus_ = CPU_COUNT_S(kMaskBytes, reinterpret_cast<cpu_set_t*>(mask.data()));
   QS_MPI(MPI_Allreduce(MPI_IN_PLACE, mask.data(), static_cast<int>(mask.size()), MPI_UINT8_T,
                        MPI_BOR, node_comm_));
   cpus_ = CPU_COUNT_S(kMaskBytes, reinterpret_cast<cpu_set_t*>(mask.data()));
@@ -118,6 +124,7 @@ std::unique_ptr<World> World::duplicate() const {
   auto copy = std::unique_ptr<World>(new World);
   copy->rank_ = rank_, copy->size_ = size_, copy->node_rank_ = node_rank_;
   copy->node_size_ = node_size_, copy->nodes_ = nodes_, copy->cpus_ = cpus_;
+  copy->own_cpus_ = own_cpus_, copy->job_cpus_ = job_cpus_;
   copy->host_ = host_, copy->threads_may_call_ = threads_may_call_;
   copy->in_background_ = true;
   copy->comm_ = qshard::duplicate(comm_);

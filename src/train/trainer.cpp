@@ -7,6 +7,7 @@
 
 #include "backends.h"
 #include "comm/gather.h"
+#include "comm/placement.h"
 #include "comm/traced_collectives.h"
 #include "io/hdf5_file.h"
 #include "model/qwen3_params.h"
@@ -35,6 +36,16 @@ void read_sample(const TokenFile& file, int64_t first, int64_t T, int64_t vocab,
                  int32_t* labels) {
   file.read(first, T, vocab, ids);
   file.read(first + 1, T, vocab, labels);
+}
+
+// The first node's warning and how many others have one: on a cluster they are mostly alike.
+void print_placement(const std::vector<std::string>& warnings) {
+  const auto warned = [](const std::string& text) { return !text.empty(); };
+  const auto first = std::find_if(warnings.begin(), warnings.end(), warned);
+  if (first == warnings.end()) return;
+  const auto others = std::count_if(first + 1, warnings.end(), warned);
+  say("warning     {}{}", *first,
+      others ? fmt::format(" (and so on {} more node(s))", others) : "");
 }
 
 }  // namespace
@@ -313,6 +324,9 @@ void Trainer::print_start(const std::string& table) {
   const auto ranks =
       world_.gather(fmt::format("{} cpus {} threads {} on {}", world_.rank(), world_.cpus(),
                                 world_.threads_per_rank(), world_.host()));
+  const std::string warning = placement_warning(find_placement(world_));
+  const auto warnings = world_.gather(
+      world_.node_rank() == 0 && !warning.empty() ? world_.host() + ": " + warning : "");
   if (world_.rank() != 0) return;
   const TrainOptions& t = config_.train;
   say("settings    * = not the default; all of them in run.json, what they mean: qshard train "
@@ -331,9 +345,7 @@ void Trainer::print_start(const std::string& table) {
   say("ranks       {} on {} node(s), {}, {} thread(s) a rank, {}", world_.size(), world_.nodes(),
       backend_.device->name(), world_.threads_per_rank(),
       fmt::format("{}, {}", world_.mpi_version(), hdf5_version()));
-  if (world_.cpus() < world_.node_size())
-    say("warning     {} cpu(s) for {} ranks on this node: ranks take turns", world_.cpus(),
-        world_.node_size());
+  print_placement(warnings);
   say("memory      activation checkpointing: {}\n{}",
       activation_checkpoint_name(config_.fsdp.activation_checkpoint),
       memory_table(plan_, world_.node_size()));

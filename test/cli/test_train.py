@@ -156,7 +156,8 @@ def test_one_cpu_for_four_ranks_is_warned_of(tmp):
     runs.start_files(tmp)
     result = cli.run("taskset", "-c", "0", *cli.launcher(4), cli.QSHARD, "train",
                      *runs.options(tmp, train__steps=1), env={"OMP_NUM_THREADS": None}, cwd=tmp)
-    cli.expect(result, out="1 cpu(s) for 4 ranks")
+    cli.expect(result, out="1 CPU(s) for 4 ranks")
+    assert result.out.count("\nwarning ") == 1, result
     assert "1 thread(s) a rank" in result.out, result
 
 
