@@ -28,7 +28,7 @@ GIVEN_J   := $(shell { tr '\0' '\n' </proc/$$PPID/cmdline; \
                grep -E '^(-[a-zA-Z]*j|--jobs|--jobserver)')
 MAKEFLAGS += $(if $(GIVEN_J),,-j$(shell nproc)) --no-print-directory
 # Whole outputs of parallel compilations, but a running program's lines as they come.
-MAKEFLAGS += $(if $(filter deps run test bench cudasim-test,$(GOALS)),,--output-sync=target)
+MAKEFLAGS += $(if $(filter deps run test test-cluster bench cudasim-test,$(GOALS)),,--output-sync=target)
 
 # Headers of MPI and HDF5 are system headers, so that ours alone are warned about.
 as_system    = $(patsubst -I%,-isystem %,$(filter -I%,$(1))) $(filter-out -I%,$(1))
@@ -79,6 +79,9 @@ test:  ## build and run all tests; those of `make cudasim` too once it was built
 	@$(MAKE) test-programs $(if $(wildcard $(CUDASIM_BUILD)/qshard),cudasim) \
 	  $(if $(HAS_LIBFUZZER),fuzz-programs)
 	@test/run.py --build $(BUILD) $(ARGS)
+
+test-cluster: $(BIN)  ## jobs on a Slurm of two hosts that it starts here; exit code 77: it cannot
+	@test/run.py --build $(BUILD) --cluster -k cluster/ $(ARGS)
 
 bench:  ## build and run the benchmarks of test/bench
 	@$(MAKE) $(BENCHES)
@@ -145,7 +148,7 @@ print-%:
 	@echo '$($*)'
 
 FORCE:
-.PHONY: all deps run test test-programs bench info help clean FORCE
+.PHONY: all deps run test test-cluster test-programs bench info help clean FORCE
 .SECONDARY:
 -include $(patsubst %.o,%.d,$(call objects,$(ALL_SRC)))
 

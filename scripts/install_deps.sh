@@ -4,6 +4,7 @@
 #   scripts/install_deps.sh           say what is missing, install that and nothing else
 #   scripts/install_deps.sh --check   only say it
 #   scripts/install_deps.sh --force   install inside a Slurm job as well
+#   scripts/install_deps.sh cluster   what `make test-cluster` needs as well: Slurm's daemons, munge
 #
 # What counts is what the Makefile's own compiler and flags find, so libraries from modules, conda
 # or a home folder are as good as packages. Exit code 0: nothing is missing (any more), 1: something
@@ -32,6 +33,15 @@ libraries=(  # header, library to link or -, package or its names on different d
   "Random123/philox.h     -          librandom123-dev"
   "gtest/gtest.h          gtest      libgtest-dev"
   "benchmark/benchmark.h  benchmark  libbenchmark-dev"
+)
+
+cluster_programs=(  # which may lie where only root's PATH looks
+  "munged      munge"
+  "slurmctld   slurmctld"
+  "slurmd      slurmd"
+  "sbatch      slurm-client"
+  "ip          iproute2"
+  "unshare     util-linux"
 )
 
 usage() { sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//p}' "$0"; }
@@ -74,6 +84,10 @@ look() {
   for row in "${programs[@]}"; do
     read -r program package <<<"$row"
     have "$program" || lack "$program" "$package"
+  done
+  for row in ${cluster:+"${cluster_programs[@]}"}; do
+    read -r program package <<<"$row"
+    have "$program" || [ -x "/usr/sbin/$program" ] || lack "$program" "$package"
   done
 
   local compiler=$mpicxx
@@ -173,13 +187,15 @@ report() {
 
 mode=install
 force=
+cluster=
 for argument; do
   case $argument in
     --check) mode=check ;;
     --force) force=yes ;;
+    cluster) cluster=yes ;;
     -h | --help) usage && exit 0 ;;
     *)
-      echo "install_deps.sh: unknown option $argument (known: --check, --force, --help)" >&2
+      echo "install_deps.sh: unknown option $argument (known: --check, --force, cluster, --help)" >&2
       exit 2
       ;;
   esac

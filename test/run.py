@@ -9,10 +9,14 @@ and, where `make cudasim` or `make cudasim-test` has built them in build/cudasim
   test/cudasim/tests/x_test.cpp   the simulator itself
   test/cuda/x_test.cpp            the CUDA backend on it, 1 rank
   test/cuda/test_x.py             the program on it, as test/cli
+and with --cluster:
+  test/cluster/test_x.py          jobs on a Slurm of two hosts that the test starts
 
 Each prints `tests: P passed, F failed[, S skipped]` on a line of its own and exits with a code that
 agrees. A crash, a time-out, a missing program or line and a program without a test count as
-one failure. Prints one line a program, the output of those that failed, last `N passed, N failed`.
+one failure. A program that cannot run here prints `not run: WHY`, exits with 77 and counts as
+nothing; where no other ran, so does this one.
+Prints one line a program, the output of those that failed, last `N passed, N failed`.
 """
 import argparse
 import ast
@@ -32,6 +36,8 @@ TEST = Path(__file__).resolve().parent
 MPIRUN = TEST.parent / "scripts" / "mpirun.sh"
 RANKS = [1, 2, 3, 4, 5, 7, 8]
 RESULT = re.compile(r"^tests: (\d+) passed, (\d+) failed(?:, (\d+) skipped)?$", re.M)
+NOT_RUN = 77
+CLUSTER_TIMEOUT = 1200  # seconds, for all jobs together; 4 minutes on a quiet machine
 CLI_LINE = re.compile(r"^  (?:ok|FAILED) .*", re.M)
 
 
@@ -41,6 +47,7 @@ class Program:
     ranks: int
     command: list
     functions: list = field(default_factory=list)  # of a test/cli file
+    timeout: float = 0  # seconds; 0: as all others
 
     def title(self):
         count = f"{self.ranks} rank{'s'[: self.ranks != 1]}" if self.ranks else ""
@@ -56,6 +63,7 @@ class Outcome:
     seconds: float
     output: str
     reason: str = ""
+    ran: bool = True
 
 
 def test_functions(path):
@@ -103,6 +111,15 @@ def find_cudasim_programs(tests, cudasim, name_filter):
     return programs
 
 
+def find_cluster_programs(tests, name_filter):
+    programs = []
+    for source in sorted((tests / "cluster").glob("test_*.py")):
+        programs += python_program(source, f"cluster/{source.stem}", name_filter)
+    for program in programs:
+        program.timeout = CLUSTER_TIMEOUT
+    return programs
+
+
 def environment(build, cudasim):
     env = dict(os.environ, QSHARD_BUILD=str(build), QSHARD_CUDASIM=str(cudasim),
                PYTHONDONTWRITEBYTECODE="1")
@@ -122,6 +139,7 @@ def run_program(program, env, timeout):
     except OSError as error:
         return Outcome(program, 0, 1, 0, 0.0, str(error), "could not start")
     timed_out = False
+    timeout = program.timeout or timeout
     try:
         output, _ = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
@@ -138,6 +156,8 @@ def run_program(program, env, timeout):
         reason = f"still running after {timeout:g} s"
     elif code < 0:
         reason = f"ended by {signal.Signals(-code).name}"
+    elif code == NOT_RUN and (why := re.search("^not run: .*", text, re.M)):
+        return Outcome(program, 0, 0, 0, seconds, text, why[0], ran=False)
     elif not results:
         reason = f"no result line, exit code {code}"
     elif failed == 0 and code != 0:
@@ -185,12 +205,12 @@ class Cores:
 
 
 def report(outcome):
-    status = "FAILED" if outcome.failed else "ok"
+    status = "FAILED" if outcome.failed else "ok" if outcome.ran else "----"
     notes = [outcome.reason] if outcome.reason else []
     notes += [f"{outcome.skipped} skipped"] if outcome.skipped else []
     print(f"{status:<6} {outcome.program.title()} {outcome.passed:>4} passed"
           f" {outcome.failed:>3} failed {outcome.seconds:>7.2f} s   {', '.join(notes)}".rstrip(), flush=True)
-    if outcome.program.functions:
+    if outcome.program.functions and outcome.ran:
         print("\n".join("     " + line for line in CLI_LINE.findall(outcome.output)), flush=True)
 
 
@@ -205,6 +225,8 @@ def main():
                         help="build folder (default build)")
     parser.add_argument("--cudasim", metavar="DIR", type=Path,
                         help="build folder of the CUDA simulator (default: cudasim in --build)")
+    parser.add_argument("--cluster", action="store_true",
+                        help="test/cluster too, which needs root and Slurm's daemons")
     parser.add_argument("--tests", metavar="DIR", type=Path, default=TEST,
                         help="folder of the sources (default test)")
     parser.add_argument("--timeout", metavar="S", type=float, default=300.0,
@@ -215,6 +237,8 @@ def main():
     cudasim = (args.cudasim or build / "cudasim").resolve()
     programs = find_programs(args.tests, build, args.ranks, args.k)
     programs += find_cudasim_programs(args.tests, cudasim, args.k)
+    if args.cluster:
+        programs += find_cluster_programs(args.tests, args.k)
     if not programs:
         parser.error(f"no test's name contains '{args.k}'")
     if args.list:
@@ -241,7 +265,9 @@ def main():
     passed = sum(o.passed for o in outcomes)
     failed = sum(o.failed for o in outcomes)
     print(f"\n{passed} passed, {failed} failed")
-    return int(failed > 0)
+    if failed:
+        return 1
+    return 0 if any(o.ran for o in outcomes) else NOT_RUN
 
 
 if __name__ == "__main__":

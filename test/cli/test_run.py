@@ -12,6 +12,7 @@ PROGRAMS = {
     "skipping": "echo 'tests: 0 passed, 0 failed, 2 skipped'",
     "lying": "echo 'tests: 1 passed, 1 failed'",
     "hanging": "sleep 60",
+    "unable": "echo 'not run: no such machine'; exit 77",
 }
 
 
@@ -43,6 +44,15 @@ def test_skipped_tests_are_shown(tmp):
     result = run(tmp, ["skipping"])
     cli.expect(result, out="2 skipped")
     assert last_line(result) == "0 passed, 0 failed", result
+
+
+def test_program_that_cannot_run_here_is_neither_passed_nor_failed(tmp):
+    result = run(tmp, ["unable"])
+    cli.expect(result, rc=77, out="not run: no such machine")
+    assert last_line(result) == "0 passed, 0 failed", result
+    result = run(tmp, ["unable", "good"])
+    cli.expect(result, out="not run: no such machine")
+    assert last_line(result) == "3 passed, 0 failed", result
 
 
 def test_each_kind_of_failure_counts(tmp):
