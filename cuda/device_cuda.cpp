@@ -156,9 +156,9 @@ void CudaDevice::synchronize() {
 }
 
 void CudaDevice::wait(const Event& event) const {
-  if (!watcher_) return event.synchronize();
+  if (!watched()) return event.synchronize();
   while (!event.done()) {
-    watcher_();
+    poll();
     std::this_thread::yield();
   }
 }

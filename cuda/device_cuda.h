@@ -89,9 +89,6 @@ class CudaDevice final : public Device {
 
   cudaStream_t stream() const { return stream_; }
   void synchronize();  // the host waits for the compute stream
-  // Called again and again while the host waits, unless null: it may throw to end a wait that has
-  // no end, for an operation of a transport that failed.
-  void watch(std::function<void()> watcher) { watcher_ = std::move(watcher); }
   void make_current() const;
 
   int ordinal() const { return ordinal_; }
@@ -117,7 +114,6 @@ class CudaDevice final : public Device {
   Event written_, downloaded_;  // of download_start(): its source, and its end
   PinnedMemory pinned_;
   Slot slots_[2];
-  std::function<void()> watcher_;
 };
 
 }  // namespace qshard::cuda

@@ -122,6 +122,7 @@ class MpiCudaCollectives final : public PrivateCollectives {
   CudaDevice& device_;
   const std::string mpi_version_;
   const bool direct_;
+  int watcher_ = -1;
   PinnedMemory pinned_;
   MPI_Comm gather_comm_, reduce_comm_;
   Stream gather_stream_{Stream::Priority::high}, reduce_stream_{Stream::Priority::high};
@@ -143,11 +144,11 @@ MpiCudaCollectives::MpiCudaCollectives(World& world, Backend& backend, int full_
       gather_comm_(duplicate(world.comm())),
       reduce_comm_(duplicate(world.comm())) {
   device_.make_current();
-  device_.watch([this] { progress(); });
+  watcher_ = device_.watch([this] { progress(); });
 }
 
 MpiCudaCollectives::~MpiCudaCollectives() {
-  device_.watch(nullptr);
+  device_.unwatch(watcher_);
   if (std::uncaught_exceptions() > 0) return;  // the other ranks may not come; the job ends
   for (const Stream* stream : {&gather_stream_, &reduce_stream_}) cudaStreamSynchronize(*stream);
   cudaStreamSynchronize(device_.stream());

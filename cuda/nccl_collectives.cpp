@@ -103,9 +103,15 @@ void* NcclMemory::allocate(size_t bytes) {
 
 // --- communicators
 
-// See [Note: Order of the communicators].
+// See [Note: Order of the communicators]. One for all transports of the process.
 class LaunchOrder {
  public:
+  static std::shared_ptr<LaunchOrder> shared() {
+    static std::weak_ptr<LaunchOrder> current;
+    std::shared_ptr<LaunchOrder> order = current.lock();
+    if (!order) current = order = std::make_shared<LaunchOrder>();
+    return order;
+  }
   LaunchOrder() : chained_(nccl_version() < kOrdersLaunches) {
     if (!chained_) setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "1", 1);
   }
@@ -281,10 +287,11 @@ class NcclCollectives final : public PrivateCollectives {
   CudaDevice& device_;
   const std::shared_ptr<NcclMemory> memory_;
   const std::string buffers_;
+  int watcher_ = -1;
   std::vector<Event> published_, gathered_;  // [unit] in the compute and the gather stream
   std::vector<Event> last_use_;              // [full buffer] in the compute stream
   std::vector<Slot> slots_;
-  LaunchOrder order_;
+  const std::shared_ptr<LaunchOrder> order_ = LaunchOrder::shared();
   std::unique_ptr<Channel> gathers_, reductions_;
 };
 
@@ -297,14 +304,14 @@ NcclCollectives::NcclCollectives(World& world, Backend& backend, int full_buffer
   device_.make_current();
   collectively(world, [&] { require_version_for(buffers); });
   require_distinct_gpus(world, device_);
-  gathers_ = std::make_unique<Channel>(world, order_, buffers == "copy-engine");
-  reductions_ = std::make_unique<Channel>(world, order_, false);
-  device_.watch([this] { poll(); });
+  gathers_ = std::make_unique<Channel>(world, *order_, buffers == "copy-engine");
+  reductions_ = std::make_unique<Channel>(world, *order_, false);
+  watcher_ = device_.watch([this] { poll(); });
 }
 
 // The channels first, then what still uses the buffers in the compute stream.
 NcclCollectives::~NcclCollectives() {
-  device_.watch(nullptr);
+  device_.unwatch(watcher_);
   if (memory_) memory_->account_on_gpu(-1);
   if (std::uncaught_exceptions() > 0) {
     abort_all({gathers_->comm(), reductions_->comm()}, device_);

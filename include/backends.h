@@ -20,6 +20,9 @@ Backend make_backend(const std::string& name, const World& world);
 // a usage error.
 TransportOptions choose_transport(TransportOptions options, const std::string& backend);
 
+// What choose_transport() chooses for the backend's kind.
+std::string transport_name(const TransportOptions& options, const Backend& backend);
+
 // options: as for choose_transport(); `full_buffers` as in make_collectives(). Collective.
 std::unique_ptr<Collectives> make_transport(const TransportOptions& options, World& world,
                                             Backend& backend, int full_buffers);

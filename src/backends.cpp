@@ -15,7 +15,7 @@ Backend make_local_backend(const std::string& name, const World& world) {
   if (name == "cpu") return make_cpu_backend(world.threads_per_rank());
   if (name != "cuda") fail_usage("backend '{}': expected cpu or cuda", name);
 #if HAVE_CUDA
-  return make_cuda_backend(world.node_rank(), world.node_size());
+  return make_cuda_backend(world.machine_rank(), world.machine_size());
 #else
   fail_usage(
       "backend 'cuda' is not in this build: `make CUDA=1` makes one that has it, "
@@ -58,6 +58,10 @@ TransportOptions choose_transport(TransportOptions options, const std::string& b
     fail_usage("comm.mpi_memory {} goes with the transport mpi-cuda, found {}", options.mpi_memory,
                name);
   return options;
+}
+
+std::string transport_name(const TransportOptions& options, const Backend& backend) {
+  return choose_transport(options, on_gpu(backend) ? "cuda" : "cpu").name;
 }
 
 std::unique_ptr<Collectives> make_transport(const TransportOptions& options, World& world,

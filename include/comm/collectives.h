@@ -57,6 +57,16 @@ struct UnitSpec {
 struct Traffic {
   int64_t gathers = 0, gather_logical_bytes = 0, gather_copied_bytes = 0;
   int64_t reduces = 0, reduce_logical_bytes = 0, reduce_copied_bytes = 0;
+
+  Traffic& operator+=(const Traffic& t) {
+    gathers += t.gathers;
+    gather_logical_bytes += t.gather_logical_bytes;
+    gather_copied_bytes += t.gather_copied_bytes;
+    reduces += t.reduces;
+    reduce_logical_bytes += t.reduce_logical_bytes;
+    reduce_copied_bytes += t.reduce_copied_bytes;
+    return *this;
+  }
 };
 
 class Collectives {

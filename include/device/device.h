@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstddef>
+#include <functional>
 #include <map>
 #include <memory>
 #include <string>
@@ -50,15 +51,30 @@ class Device {
   // of the control group that limits this process. 0: not known.
   virtual int64_t bytes_available() const { return 0; }
 
+  // Lets others go on with their work while this device computes or the host waits for it: poll()
+  // calls all watchers. The CPU polls before each step of a layer (Ops::mark), a GPU in the waits
+  // of the host. A watcher may throw, which ends a wait that has no end. watch() returns what
+  // unwatch() takes.
+  int watch(std::function<void()> watcher);
+  void unwatch(int id) { watchers_.erase(id); }
+  void poll() const {
+    for (const auto& [id, watcher] : watchers_) watcher();
+  }
+
   // Bytes held now and at most so far, by segment. Transports count their windows here as well.
   void account(Segment segment, int64_t bytes);
   int64_t bytes_held(Segment segment) const { return held_[static_cast<int>(segment)]; }
   int64_t bytes_held() const;
   int64_t bytes_peak() const { return peak_; }
 
+ protected:
+  bool watched() const { return !watchers_.empty(); }
+
  private:
   std::array<int64_t, 7> held_{};
   int64_t peak_ = 0;
+  std::map<int, std::function<void()>> watchers_;
+  int next_watcher_ = 0;
 };
 
 // Owns one allocation of a Device. Movable; must not outlive its Device.

@@ -107,8 +107,8 @@ class Ops {
                            float std) = 0;
   virtual void fill(Tensor out, float value) = 0;  // f32, bf16, fp16
 
-  // Names what the following operators are for, e.g. ("layers.0", "forward", "6 o_proj"). Only a
-  // traced backend listens, see [Note: Tracing].
+  // Names what the following operators are for, e.g. ("layers.0", "forward", "6 o_proj"): for a
+  // traced backend, see [Note: Tracing]. On the CPU it is also where the device is polled.
   virtual void mark(const std::string& /*unit*/, const char* /*phase*/, const char* /*step*/) {}
 
   // FLOP/s of a large product on this rank's threads, measured now for about `seconds`.

@@ -3,8 +3,10 @@
 //
 //   forward   enter_forward(l): wait for l, start l+1 … l+depth     leave_forward(l): reshard l
 //   backward  enter_backward(l): wait for l, start l−1 … l−depth, take l's gradient buffer
-//             leave_backward(l): reshard l, start its reduction, finish that of l+1
-// With reshard_after_forward = false the layers stay gathered from forward to backward.
+//             leave_backward(l): reshard l, start its reduction, finish that of l+1; with several
+//             replicas: go on with those of l+1, l+2 and l+3, each in another part
+// With reshard_after_forward = false the layers stay gathered from forward to backward, with
+// reshard_after_backward = false from one micro-batch's backward to the next one's forward.
 #pragma once
 
 #include <memory>
@@ -34,14 +36,15 @@ class Prefetch {
 
  private:
   bool reduces() const { return options_.reduce_every_microbatch || micro_.last; }
+  void reshard_after_backward(Unit& unit);
   void reduce(Unit& unit);
-  void finish_pending();
+  void advance_reductions();
 
   Unit& root_;
   std::vector<Unit*> layers_;
   FsdpOptions options_;
   MicroBatch micro_;
-  Unit* pending_ = nullptr;  // its reduction has started and not finished
+  std::vector<Unit*> reducing_;  // started and not finished, the earliest first
 };
 
 }  // namespace qshard

@@ -2,7 +2,12 @@
 //
 // [Note: Life of a unit]  Sharded → gather() → Gathering → wait() → Unsharded → reshard() →
 // Sharded. In backward it is gathered again, begin_grad() … the operators write grad(i) … reduce(),
-// and one unit later finish_reduce() leaves the mean gradient of the own rows in grad_shard(i).
+// and one unit later advance_reduction() leaves the mean gradient of the own rows in grad_shard(i);
+// with several replicas it is called once more for each part of [Note: Replica sum].
+//
+// [Note: Groups] reshard_to_group() keeps the rows of the unit on the k ranks of a group of
+// successive ranks until the next reshard(): as padded Shard(0) has N·chunk rows, a group's rank
+// holds N/k·chunk of them, and a gather inside of the group fills the same buffer.
 //
 // Per parameter i the unit holds, for this rank's rows only: the f32 master weight, AdamW's two
 // moments and the reduced gradient (views [rows·row_numel], padding excluded). With f32 parameters
@@ -10,12 +15,16 @@
 // param_dtype.
 #pragma once
 
+#include <algorithm>
 #include <memory>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
 
+#include "fsdp/replica_sum.h"
 #include "fsdp/shard_layout.h"
+#include "fsdp/sharding.h"
 
 namespace qshard {
 
@@ -27,21 +36,37 @@ std::string_view activation_checkpoint_name(ActivationCheckpoint mode);
 struct FsdpOptions {
   DType param_dtype = DType::f32;   // gather and compute
   DType reduce_dtype = DType::f32;  // gradients on their way to the reduction; sums are f32
+  std::string mesh = "full";        // see choose_mesh()
   bool reshard_after_forward = true;
-  int prefetch = 1;  // units gathered ahead of the one that computes
-  bool reduce_every_microbatch =
-      true;  // false: gradients pile up in full and are reduced at the last one
+  // Ranks over which a layer stays sharded from forward to backward; 0: those of the mesh.
+  int reshard_ranks = 0;
+  bool reshard_after_backward = true;  // false: after the last micro-batch only
+  int prefetch = 1;                    // layers gathered ahead of the one that computes
+  int forward_prefetch = -1, backward_prefetch = -1;  // the same, unless -1
+  // false: gradients pile up in full and are reduced at the last micro-batch.
+  bool reduce_every_microbatch = true;
   ActivationCheckpoint activation_checkpoint = ActivationCheckpoint::none;
+  double gradient_divide_factor = 0;  // 0: the kept labels of a step
+
+  int forward_depth() const { return forward_prefetch < 0 ? prefetch : forward_prefetch; }
+  int backward_depth() const { return backward_prefetch < 0 ? prefetch : backward_prefetch; }
+  // Full buffers of layers that a transport needs.
+  int full_buffers() const { return std::max(forward_depth(), backward_depth()) + 1; }
+  bool reshards_to_group() const { return reshard_after_forward && reshard_ranks > 0; }
+  // A layer that stays gathered for long has a full buffer of its own.
+  bool keeps_layers() const {
+    return !reshard_after_forward || (!reshard_after_backward && !reshards_to_group());
+  }
 };
 
 class Unit {
  public:
   enum class State : uint8_t { sharded, gathering, unsharded };
 
-  // Registers itself with the transport; attach() after Collectives::finish_setup().
+  // Registers itself with the transports; attach() after Sharding::finish_setup(). A unit with
+  // own_full_buffer never goes to a group.
   Unit(const std::string& name, std::vector<ParamSpec> params, bool own_full_buffer,
-       bool own_grad_buffer, const FsdpOptions& options, const World& world, Backend& backend,
-       Collectives& collectives);
+       bool own_grad_buffer, const FsdpOptions& options, Sharding& sharding, Backend& backend);
   Unit(const Unit&) = delete;
   Unit& operator=(const Unit&) = delete;
   void attach();
@@ -54,6 +79,7 @@ class Unit {
   void gather();   // starts the all-gather of all parameters as one batch; no-op unless sharded
   void wait();     // gathers first if nobody did
   void reshard();  // frees the rows of others; no communication
+  void reshard_to_group();  // the same, but see [Note: Groups]
 
   Tensor param(int i) const;  // full parameter, valid while unsharded
   void begin_grad();          // obtains the full gradient buffer for this micro-batch
@@ -61,8 +87,12 @@ class Unit {
   bool grad_accumulates() const { return grad_accumulates_; }  // grad holds earlier micro-batches
   void keep_grad();  // instead of reduce(): the next begin_grad() continues to add
   void reduce();     // starts the reduce-scatter of the gradient
-  void finish_reduce(bool accumulate);  // mean over ranks, into grad_shard
+  // The next part of the reduction; returns whether it was the last one. accumulate: adds to what
+  // grad_shard has, as in later micro-batches. last_micro_batch: the mean is to be over all ranks,
+  // otherwise grad_shard may hold less.
+  bool advance_reduction(bool accumulate, bool last_micro_batch);
 
+  RowRange rows(int i) const { return layout_[i].rows_of(world_.rank()); }  // that this rank holds
   Tensor master(int i) const { return master_[i]; }
   Tensor exp_avg(int i) const { return exp_avg_[i]; }
   Tensor exp_avg_sq(int i) const { return exp_avg_sq_[i]; }
@@ -76,19 +106,29 @@ class Unit {
   void cast_to_compute();  // compute_shard = master rounded; the optimizer does this itself
 
  private:
+  enum class Reduction : uint8_t { idle, scattering, summing, gathering };
   std::vector<Tensor> split(const Tensor& flat, bool true_rows_only) const;
+  void keep_rows_of_group();
+  Collectives& gatherer() const { return in_group_ ? *group_ : collectives_; }
+  int gatherer_id() const { return in_group_ ? group_id_ : id_; }
 
   std::string name_;
   UnitLayout layout_;
   FsdpOptions options_;
-  const World& world_;
+  const World& world_;  // of this replica
+  const float mean_;    // 1 / ranks of all replicas
   Backend& backend_;
   Collectives& collectives_;
   int id_;
+  Collectives* group_;  // or null
+  int group_id_ = -1, group_rank_ = 0;
+  bool in_group_ = false;  // the group holds the rows, and gathers them
+  std::optional<ReplicaSum> replica_sum_;
   State state_ = State::sharded;
   char* full_ = nullptr;
   float* full_grad_ = nullptr;
-  bool grad_accumulates_ = false, grad_kept_ = false, reducing_ = false;
+  bool grad_accumulates_ = false, grad_kept_ = false;
+  Reduction reduction_ = Reduction::idle;
   Buffer master_buffer_, exp_avg_buffer_, exp_avg_sq_buffer_, grad_buffer_;
   std::vector<Tensor> master_, exp_avg_, exp_avg_sq_, grad_shard_, grad_pieces_;
 };

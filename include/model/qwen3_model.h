@@ -21,8 +21,8 @@ struct TokenBatch {
 class Qwen3Model {
  public:
   // B sequences of T tokens a micro-batch on this rank. Collective.
-  Qwen3Model(const Qwen3Config& config, const FsdpOptions& options, int64_t B, int64_t T,
-             const World& world, Backend& backend, Collectives& collectives);
+  Qwen3Model(const Qwen3Config& config, const FsdpOptions& fsdp, int64_t B, int64_t T,
+             Sharding& sharding, Backend& backend);
 
   void init_parameters(uint64_t seed);
 

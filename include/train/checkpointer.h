@@ -22,13 +22,12 @@ struct CheckpointOptions {
 
 // The model's and optimizer's tensors as this rank holds them: views, valid as long as the model,
 // of memory of model.device().
-std::vector<CheckpointTensor> checkpoint_tensors(const World& world, Qwen3Model& model,
-                                                 bool model_only);
+std::vector<CheckpointTensor> checkpoint_tensors(Qwen3Model& model, bool model_only);
 
 class Checkpointer {
  public:
-  // Collective. `folder` is made at the first save.
-  Checkpointer(const CheckpointOptions& options, const std::string& folder, const World& world,
+  // Collective. `folder` is made at the first save. The first replica of the mesh writes.
+  Checkpointer(const CheckpointOptions& options, const std::string& folder, const Mesh& mesh,
                Backend& backend, Qwen3Model& model);
   ~Checkpointer();
 
@@ -50,7 +49,7 @@ class Checkpointer {
 
   CheckpointOptions options_;
   std::string folder_;
-  const World& world_;
+  const Mesh& mesh_;
   Backend& backend_;
   Qwen3Model& model_;
   std::unique_ptr<World> background_world_;

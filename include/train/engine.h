@@ -4,10 +4,11 @@
 // gradients reduce-scattered · loss and Σ grad² (one all-reduce) · stop if not finite · clip ·
 // AdamW on the own rows. Loss = Σ cross-entropy of all kept labels of the global batch / their
 // number, over all ranks and micro-batches. As in FSDP2 the reduction averages over ranks; the
-// local loss is scaled by ranks / kept labels to match. The host waits for the device once: it
-// reads the sums of loss and grad², which the device adds up.
+// local loss is scaled by ranks / kept labels, or ranks / gradient_divide_factor, to match. The
+// host waits for the device once: it reads the sums of loss and grad², which the device adds up.
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <vector>
 
@@ -24,15 +25,30 @@ struct StepResult {
   bool updated = true;   // false: no label was kept, nothing changed
 };
 
+// What to put around a transport that moves between the ranks of a world, e.g. a trace.
+using WrapTransport =
+    std::function<std::unique_ptr<Collectives>(std::unique_ptr<Collectives>, const World&)>;
+
+// The mesh and the transports that these options ask for; an option that does not fit the ranks or
+// the transport is a usage error. Collective.
+Sharding make_sharding(const TransportOptions& transport, const FsdpOptions& fsdp, World& world,
+                       Backend& backend, const WrapTransport& wrap = nullptr);
+
+// The same with transports that `make` makes, of so many full buffers. transport: their name.
+using MakeTransport = std::function<std::unique_ptr<Collectives>(World&, int full_buffers)>;
+MeshShape choose_shape(const FsdpOptions& fsdp, const std::vector<int>& nodes,
+                       const std::string& transport);
+Sharding make_sharding(const MeshShape& shape, const FsdpOptions& fsdp, World& world,
+                       const MakeTransport& make);
+
 class Engine {
  public:
   // B sequences of T tokens a rank and micro-batch. Collective.
   Engine(const Qwen3Config& config, const FsdpOptions& fsdp, const AdamWOptions& adamw,
          const TransportOptions& transport, int64_t B, int64_t T, World& world, Backend& backend);
-  // With a transport for fsdp.prefetch + 1 full buffers that the caller has made.
+  // With what make_sharding() has made for the same options.
   Engine(const Qwen3Config& config, const FsdpOptions& fsdp, const AdamWOptions& adamw,
-         std::unique_ptr<Collectives> transport, int64_t B, int64_t T, World& world,
-         Backend& backend);
+         Sharding sharding, int64_t B, int64_t T, Backend& backend);
 
   // The micro-batches of this rank. A loss or norm that is not finite throws an AgreedError before
   // any weight changes.
@@ -46,7 +62,9 @@ class Engine {
   double evaluate(const std::vector<TokenBatch>& batches);
 
   Qwen3Model& model() { return *model_; }
-  Collectives& collectives() { return *collectives_; }
+  Collectives& collectives() { return *sharding_.collectives; }
+  const Sharding& sharding() const { return sharding_; }
+  const Mesh& mesh() const { return *sharding_.mesh; }
   int64_t updates() const { return updates_; }
   void restore(int64_t steps_done, int64_t updates) {
     steps_done_ = steps_done, updates_ = updates;
@@ -69,7 +87,8 @@ class Engine {
   World& world_;
   Backend& backend_;
   AdamWOptions adamw_;
-  std::unique_ptr<Collectives> collectives_;
+  double divide_factor_;  // 0: the kept labels of a step
+  Sharding sharding_;
   std::unique_ptr<Qwen3Model> model_;
   Buffer sums_;  // f64: loss, grad²
   int64_t steps_done_ = 0, updates_ = 0;

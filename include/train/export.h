@@ -12,9 +12,9 @@ namespace qshard {
 
 enum class ExportWhat { weights, gradients };  // f32 master weights; reduced gradients
 
-// Rank 0 writes one f32 safetensors file, values times `scale`, holding one tensor at a time; a
-// tied head is not stored. Collective.
-void export_model(const World& world, Qwen3Model& model, ExportWhat what, const std::string& path,
+// From the mesh's first replica, rank 0 writes one f32 safetensors file, values times `scale`,
+// holding one tensor at a time; a tied head is not stored. Collective.
+void export_model(const Mesh& mesh, Qwen3Model& model, ExportWhat what, const std::string& path,
                   float scale = 1);
 
 // Every rank reads its own rows of the f32, bf16 or fp16 tensors, after HfWeights::require. A tied

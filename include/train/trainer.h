@@ -37,6 +37,7 @@ class Trainer {
   void prepare_outputs(const nlohmann::json& settings);
   void open_metrics();
   void print_start(const std::string& table);
+  void print_sharding() const;
   void train_step(int64_t step);
   void evaluate(int64_t step);
   void save_model();

@@ -14,8 +14,7 @@ struct VerifyOptions {
   std::string param_dtype = "f32", reduce_dtype = "f32", activation_checkpoint = "none";
   TransportOptions transport;
   bool ranks_any = false;
-  bool reshard_after_forward = true, reduce_every_microbatch = true;
-  int prefetch = 1;
+  FsdpOptions fsdp;  // all but the dtypes, which are the texts above
 };
 
 // error: loss, grad norm: largest relative error over steps. Gradients, weights: largest over

@@ -17,6 +17,7 @@ Examples:
   mpirun -n 2 qshard train --config data/configs/demo.json --train.steps 100 --optim.lr 1e-3
   mpirun -n 4 qshard train --config run.json --train.out runs/a --checkpoint.every 500 --resume auto
   mpirun -n 4 qshard train --config run.json --init hf:Qwen3-0.6B
+  mpirun -n 8 qshard train --config run.json --fsdp.mesh 2x4
   mpirun -n 8 qshard train --model.config qwen3-0.6b/config.json --data.train tokens.h5 \
       --train.seq 2048 --train.global_batch 32 --train.micro_batch 1)";
 

@@ -15,7 +15,8 @@ error is within its limit, 1 otherwise.
 
 Examples:
   mpirun -n 4 qshard verify --reference test/reference/tiny-tied
-  mpirun -n 2 qshard verify --reference test/reference/tiny-tied --ranks-any --param-dtype bf16)";
+  mpirun -n 2 qshard verify --reference test/reference/tiny-tied --ranks-any --param-dtype bf16
+  mpirun -n 4 qshard verify --reference test/reference/tiny-tied --mesh 2x2)";
 
 int run_verify(VerifyOptions& options, const std::string& backend_name, World& world) {
   collectively(world, [&] {
@@ -77,16 +78,32 @@ void add_verify(CLI::App& app, Command& run) {
                   "folder for step1_grads.safetensors, final.safetensors, result.json");
   sub->add_flag("--ranks-any", options->ranks_any,
                 "accept another number of ranks than the case's, where its batch divides");
-  sub->add_option("--reshard-after-forward", options->reshard_after_forward, "true or false")
+  FsdpOptions& fsdp = options->fsdp;
+  sub->add_option("--mesh", fsdp.mesh, "full, auto or RxS, as fsdp.mesh of `qshard train`")
       ->capture_default_str();
-  sub->add_option("--prefetch", options->prefetch, "layers gathered ahead")
+  sub->add_option("--reshard-after-forward", fsdp.reshard_after_forward, "true or false")
+      ->capture_default_str();
+  sub->add_option("--reshard-ranks", fsdp.reshard_ranks, "fsdp.reshard_ranks of `qshard train`")
+      ->check(CLI::NonNegativeNumber)
+      ->capture_default_str();
+  sub->add_option("--reshard-after-backward", fsdp.reshard_after_backward, "true or false")
+      ->capture_default_str();
+  sub->add_option("--prefetch", fsdp.prefetch, "layers gathered ahead")
       ->check(CLI::Range(0, 64))
       ->capture_default_str();
   sub->add_option("--activation-checkpoint", options->activation_checkpoint,
                   "train.activation_checkpoint of `qshard train`")
       ->check(CLI::IsMember({"none", "selective", "full"}))
       ->capture_default_str();
-  sub->add_option("--reduce-every-microbatch", options->reduce_every_microbatch, "true or false")
+  sub->add_option("--forward-prefetch", fsdp.forward_prefetch,
+                  "the same in forward alone; -1: as --prefetch")
+      ->check(CLI::Range(-1, 64))
+      ->capture_default_str();
+  sub->add_option("--backward-prefetch", fsdp.backward_prefetch,
+                  "the same in backward alone; -1: as --prefetch")
+      ->check(CLI::Range(-1, 64))
+      ->capture_default_str();
+  sub->add_option("--reduce-every-microbatch", fsdp.reduce_every_microbatch, "true or false")
       ->capture_default_str();
   sub->callback([options, backend, &run] {
     run = [options, backend](World& world) { return run_verify(*options, *backend, world); };

@@ -36,8 +36,10 @@ class MpiCollectives final : public PrivateCollectives {
   void wait_reduce(int unit, int slot) override;
   std::vector<Tensor> parts(int unit, int slot, int piece) override;
   void wait_all(int n, MPI_Request* requests) const;
+  void progress() const;
 
   World& world_;
+  int watcher_ = -1;
   MPI_Comm gather_comm_, reduce_comm_;
   std::vector<Unit> units_;
   std::vector<MPI_Request> reductions_;  // [slot]
@@ -52,9 +54,11 @@ MpiCollectives::MpiCollectives(World& world, Backend& backend, int full_buffers)
       counts_(ranks_, 1),
       zeros_(ranks_, 0) {
   counts_[rank_] = 0;
+  watcher_ = backend_.device->watch([this] { progress(); });
 }
 
 MpiCollectives::~MpiCollectives() {
+  backend_.device->unwatch(watcher_);
   if (std::uncaught_exceptions() > 0) return;  // the other ranks may not come; the job ends
   MPI_Comm_free(&gather_comm_);
   MPI_Comm_free(&reduce_comm_);
@@ -94,12 +98,18 @@ void MpiCollectives::start_gather(int unit, int full) {
 
 // MPI's own waits spin; with more ranks than CPUs the rank that is waited for needs this core.
 void MpiCollectives::wait_all(int n, MPI_Request* requests) const {
-  const bool yields = world_.node_size() > world_.cpus();
+  const bool yields = world_.ranks_share_cores();
   for (int done = 0;;) {
     QS_MPI(MPI_Testall(n, requests, &done, MPI_STATUSES_IGNORE));
     if (done) return;
     if (yields) sched_yield();
   }
+}
+
+// MPI moves what was started only while it is called; any call will do.
+void MpiCollectives::progress() const {
+  int found = 0;
+  QS_MPI(MPI_Iprobe(MPI_ANY_SOURCE, MPI_ANY_TAG, gather_comm_, &found, MPI_STATUS_IGNORE));
 }
 
 void MpiCollectives::wait_gather(int unit, int) {

@@ -21,11 +21,11 @@ int job_cpus_of_node(const std::string& cpus_per_node, int node) {
 
 Placement find_placement(const World& world) {
   Placement p;
-  p.ranks = world.node_size();
+  p.ranks = world.machine_size();
   p.allowed = world.cpus();
   p.machine = static_cast<int>(sysconf(_SC_NPROCESSORS_ONLN));
   p.narrowest = world.own_cpus();
-  QS_MPI(MPI_Allreduce(MPI_IN_PLACE, &p.narrowest, 1, MPI_INT, MPI_MIN, world.node_comm()));
+  QS_MPI(MPI_Allreduce(MPI_IN_PLACE, &p.narrowest, 1, MPI_INT, MPI_MIN, world.machine_comm()));
   p.job = world.job_cpus();
   return p;
 }

@@ -45,7 +45,10 @@ constexpr int64_t round_up(int64_t bytes) { return (bytes + 63) / 64 * 64; }
 class ShmCollectives final : public Collectives {
  public:
   ShmCollectives(World& world, Backend& backend, int ranks_per_node);
-  ~ShmCollectives() override { account(-1); }
+  ~ShmCollectives() override {
+    if (watcher_ >= 0) backend_.device->unwatch(watcher_);
+    account(-1);
+  }
   std::string name() const override;
 
   int add_unit(const UnitSpec& spec) override { return units_.add(spec); }
@@ -109,6 +112,7 @@ class ShmCollectives final : public Collectives {
   std::vector<int64_t> full_offset_;   // [unit] bytes
   std::vector<SlotPlace> slot_place_;  // [slot]
   int64_t params_bytes_ = 0, own_bytes_ = 0;
+  int watcher_ = -1;
 
   std::unique_ptr<NodeExchange> exchange_;
   std::vector<uint64_t> gather_version_;   // [unit] of published that the last gather waits for
@@ -119,7 +123,7 @@ class ShmCollectives final : public Collectives {
 // With more ranks than CPUs the rank that is waited for may need this core at once. Measured on 2
 // cores, a tiny reduction of 2 / 4 / 8 ranks: 1.0 / 5.6 / 13 us when yielding at once, 0.25 / 12 /
 // 45 us after 200 looks, 0.26 / 48 / 385 us after 20000.
-int spins_before_yield(const World& world) { return world.node_size() > world.cpus() ? 0 : 200; }
+int spins_before_yield(const World& world) { return world.ranks_share_cores() ? 0 : 200; }
 
 ShmCollectives::ShmCollectives(World& world, Backend& backend, int ranks_per_node)
     : world_(world),
@@ -153,6 +157,7 @@ void ShmCollectives::finish_setup() {
   reductions_.resize(units_.slots().size());
   touch_own_memory();
   world_.barrier();  // counters and shards are zero before anyone looks
+  if (!one_node()) watcher_ = backend_.device->watch([this] { progress(); });
 }
 
 int64_t ShmCollectives::place_params() {
@@ -178,19 +183,20 @@ int64_t ShmCollectives::place_own_part() {
 
 // MPI keeps the windows of several ranks in files of /dev/shm. A page that finds no room there ends
 // the program with SIGBUS, and Open MPI's own look at the room leaves all ranks but one waiting.
+// All windows of a machine count, also those of other shard groups.
 void ShmCollectives::check_room() const {
-  int64_t needed = own_bytes_ + (local_ == 0 ? params_bytes_ : 0);
-  QS_MPI(MPI_Allreduce(MPI_IN_PLACE, &needed, 1, MPI_INT64_T, MPI_SUM, nodes_.comm()));
+  int64_t needed = locals_ == 1 ? 0 : own_bytes_ + (local_ == 0 ? params_bytes_ : 0);
+  QS_MPI(MPI_Allreduce(MPI_IN_PLACE, &needed, 1, MPI_INT64_T, MPI_SUM, world_.machine_comm()));
   collectively(world_, [&] {
     struct statvfs fs;
-    if (locals_ == 1 || statvfs("/dev/shm", &fs) != 0) return;
+    if (needed == 0 || statvfs("/dev/shm", &fs) != 0) return;
     const int64_t room = static_cast<int64_t>(fs.f_bavail) * static_cast<int64_t>(fs.f_frsize);
     if (needed > room)
       fail(
           "transport shm needs {} bytes of shared memory for {} ranks, /dev/shm has {}: make it "
           "larger (`mount -o remount,size=…`; in a container: --shm-size), use fewer ranks a node, "
           "or `--comm.transport mpi`",
-          needed, locals_, room);
+          needed, world_.machine_size(), room);
   });
 }
 

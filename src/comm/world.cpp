@@ -31,7 +31,7 @@ std::map<std::string, std::string> launch_environment() {
   std::map<std::string, std::string> found;
   for (const char* name : {"SLURM_STEP_NUM_TASKS", "SLURM_STEP_ID", "SLURM_NTASKS", "SLURM_PROCID",
                            "SLURM_JOB_CPUS_PER_NODE", "SLURM_NODEID", "OMPI_COMM_WORLD_SIZE",
-                           "PMI_SIZE", "QSHARD_ALLOW_SINGLETON"})
+                           "PMI_SIZE", "QSHARD_ALLOW_SINGLETON", "QSHARD_RANKS_PER_NODE"})
     if (const char* value = std::getenv(name)) found[name] = value;
   return found;
 }
@@ -40,6 +40,21 @@ std::string host_name() {
   char name[HOST_NAME_MAX + 1] = {};
   if (gethostname(name, sizeof name - 1) != 0) return "unknown-host";
   return name;
+}
+
+int ranks_per_node_of(const std::map<std::string, std::string>& environment) {
+  const auto found = environment.find("QSHARD_RANKS_PER_NODE");
+  if (found == environment.end()) return 0;
+  const int ranks = std::atoi(found->second.c_str());
+  if (ranks < 1) fail_usage("QSHARD_RANKS_PER_NODE={}: expected 1 or more", found->second);
+  return ranks;
+}
+
+MPI_Comm split_comm(MPI_Comm comm, int color, int key) {
+  MPI_Comm part = MPI_COMM_NULL;
+  QS_MPI(MPI_Comm_split(comm, color, key, &part));
+  QS_MPI(MPI_Comm_set_errhandler(part, MPI_ERRORS_RETURN));
+  return part;
 }
 
 // values[i] = the combination, in rank order, of element i of each rank's n values.
@@ -102,34 +117,60 @@ World::World(int* argc, char*** argv) : host_(host_name()) {
   if (environment.count("SLURM_JOB_CPUS_PER_NODE") && environment.count("SLURM_NODEID"))
     job_cpus_ = job_cpus_of_node(environment.at("SLURM_JOB_CPUS_PER_NODE"),
                                  std::atoi(environment.at("SLURM_NODEID").c_str()));
-  find_node();
+  find_machine();
+  const int per_node = ranks_per_node_of(environment);
+  find_node(machine_comm_, per_node > 0 ? machine_rank_ / per_node : 0);
 }
 
-void World::find_node() {
-  QS_MPI(MPI_Comm_split_type(comm_, MPI_COMM_TYPE_SHARED, rank_, MPI_INFO_NULL, &node_comm_));
-  QS_MPI(MPI_Comm_set_errhandler(node_comm_, MPI_ERRORS_RETURN));
+void World::find_machine() {
+  QS_MPI(MPI_Comm_split_type(comm_, MPI_COMM_TYPE_SHARED, rank_, MPI_INFO_NULL, &machine_comm_));
+  QS_MPI(MPI_Comm_set_errhandler(machine_comm_, MPI_ERRORS_RETURN));
+  QS_MPI(MPI_Comm_rank(machine_comm_, &machine_rank_));
+  QS_MPI(MPI_Comm_size(machine_comm_, &machine_size_));
+  std::vector<uint8_t> mask = affinity_mask();
+  own_cpus_ = CPU_COUNT_S(kMaskBytes, reinterpret_cast<cpu_set_t*>(mask.data()));
+  QS_MPI(MPI_Allreduce(MPI_IN_PLACE, mask.data(), static_cast<int>(mask.size()), MPI_UINT8_T,
+                       MPI_BOR, machine_comm_));
+  cpus_ = CPU_COUNT_S(kMaskBytes, reinterpret_cast<cpu_set_t*>(mask.data()));
+}
+
+// The ranks of this world on this node: those of `within` that give this color.
+void World::find_node(MPI_Comm within, int color) {
+  node_comm_ = split_comm(within, color, rank_);
   QS_MPI(MPI_Comm_rank(node_comm_, &node_rank_));
   QS_MPI(MPI_Comm_size(node_comm_, &node_size_));
   int64_t leaders = node_rank_ == 0;
   all_reduce_sum(&leaders, 1);
   nodes_ = static_cast<int>(leaders);
-  std::vector<uint8_t> mask = affinity_mask();
-  own_cpus_ = CPU_COUNT_S(kMaskBytes, reinterpret_cast<cpu_set_t*>(mask.data()));
-  QS_MPI(MPI_Allreduce(MPI_IN_PLACE, mask.data(), static_cast<int>(mask.size()), MPI_UINT8_T,
-                       MPI_BOR, node_comm_));
-  cpus_ = CPU_COUNT_S(kMaskBytes, reinterpret_cast<cpu_set_t*>(mask.data()));
+}
+
+std::vector<int> World::nodes_by_rank() const {
+  int lowest = rank_;  // of this rank's node
+  QS_MPI(MPI_Bcast(&lowest, 1, MPI_INT, 0, node_comm_));
+  const int64_t own = lowest;
+  std::map<int64_t, int> number;
+  std::vector<int> nodes;
+  for (const int64_t first : all_gather(&own, 1))
+    nodes.push_back(number.emplace(first, static_cast<int>(number.size())).first->second);
+  return nodes;
 }
 
 std::unique_ptr<World> World::duplicate() const {
-  auto copy = std::unique_ptr<World>(new World);
-  copy->rank_ = rank_, copy->size_ = size_, copy->node_rank_ = node_rank_;
-  copy->node_size_ = node_size_, copy->nodes_ = nodes_, copy->cpus_ = cpus_;
-  copy->own_cpus_ = own_cpus_, copy->job_cpus_ = job_cpus_;
-  copy->host_ = host_, copy->threads_may_call_ = threads_may_call_;
+  auto copy = std::unique_ptr<World>(new World(*this));
   copy->in_background_ = true;
   copy->comm_ = qshard::duplicate(comm_);
   copy->node_comm_ = qshard::duplicate(node_comm_);
+  copy->machine_comm_ = MPI_COMM_NULL;
   return copy;
+}
+
+std::unique_ptr<World> World::split(int color) const {
+  auto part = std::unique_ptr<World>(new World(*this));
+  part->comm_ = split_comm(comm_, color, rank_);
+  QS_MPI(MPI_Comm_rank(part->comm_, &part->rank_));
+  QS_MPI(MPI_Comm_size(part->comm_, &part->size_));
+  part->find_node(node_comm_, color);
+  return part;
 }
 
 std::unique_ptr<World> World::alone() {
@@ -140,20 +181,22 @@ std::unique_ptr<World> World::alone() {
   world->threads_may_call_ = provided >= MPI_THREAD_MULTIPLE;
   QS_MPI(MPI_Comm_dup(MPI_COMM_SELF, &world->comm_));
   QS_MPI(MPI_Comm_set_errhandler(world->comm_, MPI_ERRORS_RETURN));
-  world->find_node();
+  world->find_machine();
+  world->find_node(world->machine_comm_, 0);
   return world;
 }
 
 std::unique_ptr<World> World::imagined(int ranks, int ranks_per_node) {
   auto world = std::unique_ptr<World>(new World);
   world->size_ = ranks;
-  world->node_size_ = std::min(ranks, ranks_per_node);
+  world->node_size_ = world->machine_size_ = std::min(ranks, ranks_per_node);
   world->nodes_ = (ranks + ranks_per_node - 1) / ranks_per_node;
   return world;
 }
 
 void World::finalize() {
   QS_MPI(MPI_Comm_free(&node_comm_));
+  QS_MPI(MPI_Comm_free(&machine_comm_));
   QS_MPI(MPI_Comm_free(&comm_));
   QS_MPI(MPI_Finalize());
 }

@@ -11,6 +11,11 @@ std::string_view segment_name(Segment segment) {
   return names[static_cast<int>(segment)];
 }
 
+int Device::watch(std::function<void()> watcher) {
+  watchers_[next_watcher_] = std::move(watcher);
+  return next_watcher_++;
+}
+
 void Device::account(Segment segment, int64_t bytes) {
   held_[static_cast<int>(segment)] += bytes;
   peak_ = std::max(peak_, bytes_held());

@@ -24,6 +24,7 @@ class TracedOps final : public Ops {
   std::unique_ptr<Ops> take_inner() { return std::move(inner_); }
 
   void mark(const std::string& unit, const char* phase, const char* step) override {
+    inner_->mark(unit, phase, step);
     trace_.mark(unit, phase, step);
   }
 

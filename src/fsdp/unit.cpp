@@ -21,16 +21,34 @@ std::string_view activation_checkpoint_name(ActivationCheckpoint mode) {
 }
 
 Unit::Unit(const std::string& name, std::vector<ParamSpec> params, bool own_full_buffer,
-           bool own_grad_buffer, const FsdpOptions& options, const World& world, Backend& backend,
-           Collectives& collectives)
+           bool own_grad_buffer, const FsdpOptions& options, Sharding& sharding, Backend& backend)
     : name_(name),
-      layout_(std::move(params), world.size()),
+      layout_(std::move(params), sharding.shards().size()),
       options_(options),
-      world_(world),
+      world_(sharding.shards()),
+      mean_(1.0f / static_cast<float>(sharding.mesh->world().size())),
       backend_(backend),
-      collectives_(collectives) {
-  id_ = collectives.add_unit({name, layout_.pieces(), layout_.elements(), options.param_dtype,
-                              options.reduce_dtype, own_full_buffer, own_grad_buffer});
+      collectives_(*sharding.collectives),
+      group_(own_full_buffer ? nullptr : sharding.group_gathers.get()) {
+  UnitSpec spec{name,
+                layout_.pieces(),
+                layout_.elements(),
+                options.param_dtype,
+                options.reduce_dtype,
+                own_full_buffer,
+                own_grad_buffer};
+  id_ = collectives_.add_unit(spec);
+  int64_t elements = 0;
+  for (const Piece& piece : spec.pieces) elements += piece.count;
+  if (sharding.replica_sums)
+    replica_sum_.emplace(name, elements, options.reduce_dtype, sharding.mesh->replicas().size(),
+                         backend, *sharding.replica_sums);
+  if (!group_) return;
+  for (Piece& piece : spec.pieces) piece.count *= world_.size() / sharding.mesh->group().size();
+  spec.own_full_buffer = !options.reshard_after_backward;
+  spec.own_grad_buffer = false;
+  group_id_ = group_->add_unit(spec);
+  group_rank_ = sharding.mesh->group().rank();
 }
 
 // Views of a flat [Σ count] buffer, one a parameter.
@@ -59,6 +77,7 @@ void Unit::attach() {
   exp_avg_sq_ = split(exp_avg_sq_buffer_, true);
   grad_shard_ = split(grad_buffer_, true);
   grad_pieces_ = split(grad_buffer_, false);
+  if (replica_sum_) replica_sum_->attach();
   if (options_.param_dtype != DType::f32) {
     master_buffer_ = allocate(Segment::shards, "master weights");
     master_ = split(master_buffer_, true);
@@ -71,22 +90,43 @@ void Unit::attach() {
 
 void Unit::gather() {
   if (state_ != State::sharded) return;
-  collectives_.gather_start(id_);
+  gatherer().gather_start(gatherer_id());
   state_ = State::gathering;
 }
 
 void Unit::wait() {
   gather();
   if (state_ != State::gathering) return;
-  full_ = static_cast<char*>(collectives_.gather_wait(id_));
+  full_ = static_cast<char*>(gatherer().gather_wait(gatherer_id()));
   state_ = State::unsharded;
 }
 
 void Unit::reshard() {
   QS_CHECK(state_ == State::unsharded, "unit {}: reshard without wait", name_);
-  collectives_.reshard(id_);
+  gatherer().reshard(gatherer_id());
+  in_group_ = false;
   full_ = nullptr;
   state_ = State::sharded;
+}
+
+void Unit::reshard_to_group() {
+  QS_CHECK(group_ && state_ == State::unsharded, "unit {}: reshard_to_group without {}", name_,
+           group_ ? "wait" : "a group");
+  const bool held = in_group_;  // since an earlier micro-batch
+  if (!held) keep_rows_of_group();
+  reshard();
+  in_group_ = true;
+}
+
+void Unit::keep_rows_of_group() {
+  for (int i = 0; i < size(); ++i) {
+    const Tensor rows = group_->shard(group_id_, i);
+    const int64_t first = layout_[i].offset + group_rank_ * rows.numel();
+    const int64_t bytes = static_cast<int64_t>(dtype_size(options_.param_dtype));
+    if (rows.numel() > 0)
+      backend_.ops->cast(Tensor(full_ + first * bytes, rows.dtype, rows.shape), rows);
+  }
+  group_->publish(group_id_);
 }
 
 Tensor Unit::param(int i) const {
@@ -112,17 +152,34 @@ void Unit::keep_grad() {
 }
 
 void Unit::reduce() {
-  QS_CHECK(full_grad_ && !reducing_, "unit {}: reduce without a gradient", name_);
+  QS_CHECK(full_grad_ && reduction_ == Reduction::idle, "unit {}: reduce without a gradient",
+           name_);
   collectives_.reduce_start(id_);
   full_grad_ = nullptr;
   grad_kept_ = false;
-  reducing_ = true;
+  reduction_ = Reduction::scattering;
 }
 
-void Unit::finish_reduce(bool accumulate) {
-  QS_CHECK(reducing_, "unit {}: finish_reduce without reduce", name_);
-  collectives_.reduce_wait(id_, grad_pieces_, 1.0f / static_cast<float>(world_.size()), accumulate);
-  reducing_ = false;
+bool Unit::advance_reduction(bool accumulate, bool last_micro_batch) {
+  switch (reduction_) {
+    case Reduction::idle:
+      fail("unit {}: advance_reduction without reduce", name_);
+    case Reduction::scattering:
+      collectives_.reduce_wait(id_, grad_pieces_, replica_sum_ ? 1.0f : mean_, accumulate);
+      reduction_ = Reduction::idle;
+      if (!replica_sum_ || !last_micro_batch) return true;
+      replica_sum_->start(grad_buffer_);
+      reduction_ = Reduction::summing;
+      return false;
+    case Reduction::summing:
+      replica_sum_->gather(mean_);
+      reduction_ = Reduction::gathering;
+      return false;
+    case Reduction::gathering:
+      replica_sum_->finish(grad_buffer_);
+      reduction_ = Reduction::idle;
+  }
+  return true;
 }
 
 Tensor Unit::compute_shard(int i) const {
@@ -139,7 +196,7 @@ void Unit::init_parameters(uint64_t seed, float std) {
       continue;
     }
     const uint64_t stream = XXH3_64bits(spec.name.data(), spec.name.size());
-    const int64_t first = layout_[i].rows_of(world_.rank()).begin * layout_[i].row_numel;
+    const int64_t first = rows(i).begin * layout_[i].row_numel;
     backend_.ops->init_normal(master_[i], seed, stream, first, std);
   }
   cast_to_compute();

@@ -17,26 +17,28 @@ int64_t even_chunk(int64_t tokens, int64_t vocab) {
 
 }  // namespace
 
-Qwen3Model::Qwen3Model(const Qwen3Config& config, const FsdpOptions& options, int64_t B, int64_t T,
-                       const World& world, Backend& backend, Collectives& collectives)
+Qwen3Model::Qwen3Model(const Qwen3Config& config, const FsdpOptions& fsdp, int64_t B, int64_t T,
+                       Sharding& sharding, Backend& backend)
     : config_(config),
-      param_dtype_(options.param_dtype),
-      checkpoint_(options.activation_checkpoint),
+      param_dtype_(fsdp.param_dtype),
+      checkpoint_(fsdp.activation_checkpoint),
       shape_(config, B, T),
       backend_(backend),
       ops_(*backend.ops),
       head_chunk_(even_chunk(shape_.N, config.vocab_size)) {
+  FsdpOptions options = fsdp;
+  options.reshard_ranks = sharding.mesh->shape().group;  // none where it would be all shards
   const bool own_grad = !options.reduce_every_microbatch;
-  root_ = std::make_unique<Unit>("root", root_params(config), true, true, options, world, backend,
-                                 collectives);
+  root_ =
+      std::make_unique<Unit>("root", root_params(config), true, true, options, sharding, backend);
   std::vector<Unit*> order;
   for (int64_t l = 0; l < config.num_hidden_layers; ++l) {
     layers_.push_back(std::make_unique<Unit>(fmt::format("layers.{}", l), layer_params(config, l),
-                                             !options.reshard_after_forward, own_grad, options,
-                                             world, backend, collectives));
+                                             options.keeps_layers(), own_grad, options, sharding,
+                                             backend));
     order.push_back(layers_.back().get());
   }
-  collectives.finish_setup();
+  sharding.finish_setup();
   for (int i = 0; i < num_units(); ++i) unit(i).attach();
   prefetch_ = std::make_unique<Prefetch>(*root_, order, options);
 

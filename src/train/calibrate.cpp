@@ -26,9 +26,11 @@ class Calibration {
     Trace trace;
     trace.record(false);
     const TracedBackend traced(backend_, trace);
-    auto transport = make_traced_collectives(
-        make_transport({r.transport}, world_, backend_, r.fsdp.prefetch + 1), world_, trace);
-    Engine engine(r.config, r.fsdp, {}, std::move(transport), r.B, r.T, world_, backend_);
+    const WrapTransport wrap = [&](std::unique_ptr<Collectives> transport, const World& ranks) {
+      return make_traced_collectives(std::move(transport), ranks, trace);
+    };
+    Engine engine(r.config, r.fsdp, {},
+                  make_sharding({r.transport}, r.fsdp, world_, backend_, wrap), r.B, r.T, backend_);
     engine.model().init_parameters(1);
     std::vector<int32_t> ids(r.B * r.T, 1);
     for (size_t i = 0; i < ids.size(); ++i)

@@ -4,14 +4,13 @@
 
 namespace qshard {
 
-std::vector<CheckpointTensor> checkpoint_tensors(const World& world, Qwen3Model& model,
-                                                 bool model_only) {
+std::vector<CheckpointTensor> checkpoint_tensors(Qwen3Model& model, bool model_only) {
   std::vector<CheckpointTensor> tensors;
   for (int u = 0; u < model.num_units(); ++u) {
     const Unit& unit = model.unit(u);
     for (int i = 0; i < unit.size(); ++i) {
       const ParamSpec& spec = unit.layout().params()[i];
-      const int64_t first = unit.layout()[i].rows_of(world.rank()).begin;
+      const int64_t first = unit.rows(i).begin;
       tensors.push_back({"/model/" + spec.name, spec.shape, first, unit.master(i)});
       if (model_only) continue;
       tensors.push_back({"/optim/exp_avg/" + spec.name, spec.shape, first, unit.exp_avg(i)});
@@ -22,19 +21,19 @@ std::vector<CheckpointTensor> checkpoint_tensors(const World& world, Qwen3Model&
 }
 
 Checkpointer::Checkpointer(const CheckpointOptions& options, const std::string& folder,
-                           const World& world, Backend& backend, Qwen3Model& model)
-    : options_(options), folder_(folder), world_(world), backend_(backend), model_(model) {
+                           const Mesh& mesh, Backend& backend, Qwen3Model& model)
+    : options_(options), folder_(folder), mesh_(mesh), backend_(backend), model_(model) {
   options_.save.piece_bytes = options.piece_mb << 20;
   options_.save.alignment = options.alignment_kb << 10;
-  collectively(world_, [&] {
+  collectively(mesh_.world(), [&] {
     parse_hints(options_.save.hints);
-    if (options_.async && !world_.threads_may_call())
+    if (options_.async && !mesh_.world().threads_may_call())
       fail_usage(
           "checkpoint.async needs an MPI library with MPI_THREAD_MULTIPLE, {} offers less: "
           "use --checkpoint.async false",
-          world_.mpi_version());
+          mesh_.world().mpi_version());
   });
-  if (options_.async) background_world_ = world.duplicate();
+  if (options_.async) background_world_ = mesh.shards().duplicate();
 }
 
 Checkpointer::~Checkpointer() {
@@ -44,7 +43,7 @@ Checkpointer::~Checkpointer() {
 // All tensors in host memory, complete after download_wait() of the device.
 std::vector<CheckpointTensor> Checkpointer::start_snapshot() {
   Device& device = *backend_.device;
-  std::vector<CheckpointTensor> tensors = checkpoint_tensors(world_, model_, false);
+  std::vector<CheckpointTensor> tensors = checkpoint_tensors(model_, false);
   if (!snapshot_.tensor()) {
     int64_t n = 0;
     for (const CheckpointTensor& t : tensors) n += t.rows.numel();
@@ -64,11 +63,14 @@ void Checkpointer::save(const CheckpointState& state) {
   finish();
   last_step_ = state.step;
   if (!options_.async) {
-    report_ = save_checkpoint(world_, folder_, state, checkpoint_tensors(world_, model_, false),
-                              options_.save, Staging(*backend_.device));
-    report_ready_ = true;
+    mesh_.on_first_replica([&] {
+      report_ = save_checkpoint(mesh_.shards(), folder_, state, checkpoint_tensors(model_, false),
+                                options_.save, Staging(*backend_.device));
+      report_ready_ = true;
+    });
     return;
   }
+  if (mesh_.replica() > 0) return;
   thread_ = std::thread([this, state, tensors = start_snapshot()] {
     try {
       backend_.device->download_wait();
@@ -83,7 +85,10 @@ void Checkpointer::save(const CheckpointState& state) {
 
 void Checkpointer::finish() {
   if (thread_.joinable()) thread_.join();
-  if (failure_) std::rethrow_exception(std::exchange(failure_, nullptr));
+  if (!options_.async) return;
+  mesh_.on_first_replica([&] {
+    if (failure_) std::rethrow_exception(std::exchange(failure_, nullptr));
+  });
 }
 
 std::optional<SaveReport> Checkpointer::take_report() {

@@ -14,19 +14,68 @@ int lowest_rank(const World& world, bool yes) {
   return static_cast<int>(-highest);
 }
 
+// Ranks of the groups over which layers stay sharded from forward to backward; 0: none.
+int choose_group(const FsdpOptions& fsdp, int shards, const std::string& transport) {
+  const int k = fsdp.reshard_ranks;
+  if (!fsdp.reshards_to_group() || k == shards) return 0;
+  if (k < 2 || k > shards || shards % k)
+    fail_usage(
+        "fsdp.reshard_ranks {}: expected a divisor of the {} ranks of a replica, at least 2{}", k,
+        shards, k == 1 ? "; to keep whole layers: fsdp.reshard_after_forward false" : "");
+  if (transport == "shm")
+    fail_usage(
+        "fsdp.reshard_ranks {} saves nothing with the transport shm: a node holds each layer once, "
+        "so that a gather in backward moves nothing anyway. Leave it 0, or comm.transport mpi",
+        k);
+  return k;
+}
+
 }  // namespace
+
+MeshShape choose_shape(const FsdpOptions& fsdp, const std::vector<int>& nodes,
+                       const std::string& transport) {
+  MeshShape shape = choose_mesh(fsdp.mesh, nodes);
+  shape.group = choose_group(fsdp, shape.shards, transport);
+  return shape;
+}
+
+Sharding make_sharding(const MeshShape& shape, const FsdpOptions& fsdp, World& world,
+                       const MakeTransport& make) {
+  Sharding sharding;
+  sharding.mesh = std::make_unique<Mesh>(world, shape);
+  const Mesh& mesh = *sharding.mesh;
+  mesh.in_parts([&] { sharding.collectives = make(mesh.shards(), fsdp.full_buffers()); });
+  if (shape.replicas > 1) mesh.in_parts([&] { sharding.replica_sums = make(mesh.replicas(), 1); });
+  if (shape.group > 0)
+    mesh.in_parts([&] { sharding.group_gathers = make(mesh.group(), fsdp.full_buffers()); });
+  return sharding;
+}
+
+Sharding make_sharding(const TransportOptions& transport, const FsdpOptions& fsdp, World& world,
+                       Backend& backend, const WrapTransport& wrap) {
+  const std::vector<int> nodes = world.nodes_by_rank();
+  MeshShape shape;
+  collectively(world,
+               [&] { shape = choose_shape(fsdp, nodes, transport_name(transport, backend)); });
+  return make_sharding(shape, fsdp, world, [&](World& ranks, int full_buffers) {
+    auto made = make_transport(transport, ranks, backend, full_buffers);
+    return wrap ? wrap(std::move(made), ranks) : std::move(made);
+  });
+}
 
 Engine::Engine(const Qwen3Config& config, const FsdpOptions& fsdp, const AdamWOptions& adamw,
                const TransportOptions& transport, int64_t B, int64_t T, World& world,
                Backend& backend)
-    : Engine(config, fsdp, adamw, make_transport(transport, world, backend, fsdp.prefetch + 1), B,
-             T, world, backend) {}
+    : Engine(config, fsdp, adamw, make_sharding(transport, fsdp, world, backend), B, T, backend) {}
 
 Engine::Engine(const Qwen3Config& config, const FsdpOptions& fsdp, const AdamWOptions& adamw,
-               std::unique_ptr<Collectives> transport, int64_t B, int64_t T, World& world,
-               Backend& backend)
-    : world_(world), backend_(backend), adamw_(adamw), collectives_(std::move(transport)) {
-  model_ = std::make_unique<Qwen3Model>(config, fsdp, B, T, world, backend, *collectives_);
+               Sharding sharding, int64_t B, int64_t T, Backend& backend)
+    : world_(sharding.mesh->world()),
+      backend_(backend),
+      adamw_(adamw),
+      divide_factor_(fsdp.gradient_divide_factor),
+      sharding_(std::move(sharding)) {
+  model_ = std::make_unique<Qwen3Model>(config, fsdp, B, T, sharding_, backend);
   sums_ = Buffer(*backend.device, DType::f64, {2}, Segment::workspace, "sums of a step");
 }
 
@@ -59,14 +108,15 @@ StepResult Engine::compute_gradients(const std::vector<TokenBatch>& micro_batche
     result.updated = false;
     return result;
   }
-  const float scale =
-      static_cast<float>(static_cast<double>(world_.size()) / static_cast<double>(result.kept));
+  const double divisor = divide_factor_ > 0 ? divide_factor_ : static_cast<double>(result.kept);
+  const float scale = static_cast<float>(static_cast<double>(world_.size()) / divisor);
   const size_t n = micro_batches.size();
   zero_sums();
   for (size_t a = 0; a < n; ++a)
     model_->forward_backward(micro_batches[a], scale, {a == 0, a + 1 == n}, loss_sum());
-  for (int u = 0; u < model_->num_units(); ++u)
-    add_grad_sum_squares(model_->unit(u), *backend_.ops, grad_sum());
+  if (mesh().replica() == 0)  // all replicas have the same gradients
+    for (int u = 0; u < model_->num_units(); ++u)
+      add_grad_sum_squares(model_->unit(u), *backend_.ops, grad_sum());
   const Sums own = read_sums();
   double sums[2] = {own.loss, own.grad_squares};
   world_.all_reduce_sum(sums, 2);

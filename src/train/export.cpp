@@ -26,8 +26,8 @@ std::vector<ShardedTensor> sharded_tensors(Qwen3Model& model, ExportWhat what) {
 
 }  // namespace
 
-void export_model(const World& world, Qwen3Model& model, ExportWhat what, const std::string& path,
-                  float scale) {
+static void export_replica(const World& world, Qwen3Model& model, ExportWhat what,
+                           const std::string& path, float scale) {
   const std::vector<ShardedTensor> tensors = sharded_tensors(model, what);
   std::unique_ptr<SafetensorsWriter> writer;  // on rank 0
   collectively(world, [&] {
@@ -51,6 +51,11 @@ void export_model(const World& world, Qwen3Model& model, ExportWhat what, const 
   });
 }
 
+void export_model(const Mesh& mesh, Qwen3Model& model, ExportWhat what, const std::string& path,
+                  float scale) {
+  mesh.on_first_replica([&] { export_replica(mesh.shards(), model, what, path, scale); });
+}
+
 void import_weights(const World& world, Qwen3Model& model, const HfWeights& weights,
                     const std::function<void(const std::string&)>& warn) {
   Staging staging(model.device());
@@ -60,7 +65,7 @@ void import_weights(const World& world, Qwen3Model& model, const HfWeights& weig
       const Unit& unit = model.unit(u);
       for (int i = 0; i < unit.size(); ++i) {
         const ParamLayout& layout = unit.layout()[i];
-        const RowRange rows = layout.rows_of(world.rank());
+        const RowRange rows = unit.rows(i);
         staging.write(unit.master(i), [&](std::span<float> values) {
           weights.read_f32(unit.layout().params()[i].name, rows.begin * layout.row_numel,
                            std::ssize(values), values.data());

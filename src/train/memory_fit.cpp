@@ -40,6 +40,8 @@ std::string nearest_fit(PlanRequest request, int64_t others, int64_t budget) {
     if (request.B * (first.B / request.B) != first.B) break;  // the global batch stays
     if (const std::string found = attempt(); !found.empty()) return found;
   }
+  if (request.fsdp.mesh != "full" && request.fsdp.mesh != "auto")
+    return "";  // fits these ranks only
   request.B = 1;
   for (request.ranks *= 2; request.ranks <= 1 << 14; request.ranks *= 2)
     if (const std::string found = attempt(); !found.empty()) return found;
@@ -52,7 +54,7 @@ int64_t memory_budget(const World& world, Device& device, double limit_gb) {
   int64_t bytes = static_cast<int64_t>(limit_gb * 1e9);
   if (bytes == 0) {
     bytes = device.bytes_available();
-    if (device.is_host()) bytes /= world.node_size();
+    if (device.is_host()) bytes /= world.machine_size();
     if (bytes == 0) bytes = std::numeric_limits<int64_t>::max();
   }
   double least = -static_cast<double>(bytes);

@@ -33,10 +33,16 @@ Plan plan_step(const PlanRequest& r) {
   Backend backend = make_counting_backend();
   Trace trace;
   const TracedBackend traced(backend, trace);
-  auto transport = make_traced_collectives(
-      make_counting_collectives(r.transport, *world, backend, r.fsdp.prefetch + 1), *world, trace);
+  std::vector<int> nodes;
+  for (int rank = 0; rank < r.ranks; ++rank) nodes.push_back(rank / r.ranks_per_node);
+  Sharding sharding = make_sharding(
+      choose_shape(r.fsdp, nodes, r.transport), r.fsdp, *world,
+      [&](World& ranks, int full_buffers) {
+        return make_traced_collectives(
+            make_counting_collectives(r.transport, ranks, backend, full_buffers), ranks, trace);
+      });
   const AdamWOptions adamw;
-  Engine engine(r.config, r.fsdp, adamw, std::move(transport), r.B, r.T, *world, backend);
+  Engine engine(r.config, r.fsdp, adamw, std::move(sharding), r.B, r.T, backend);
   Qwen3Model& model = engine.model();
   Plan plan;
   plan.bytes = bytes_held(*backend.device);
@@ -46,7 +52,7 @@ Plan plan_step(const PlanRequest& r) {
     model.forward_backward({nullptr, nullptr}, 1.0f, {a == 0, a + 1 == r.accumulation}, sums);
   for (int u = 0; u < model.num_units(); ++u)
     adamw_update(model.unit(u), *backend.ops, adamw, 0, 1, 1.0f);
-  plan.traffic = engine.collectives().traffic();
+  plan.traffic = engine.sharding().traffic();
   plan.spans = trace.spans();
   return plan;
 }

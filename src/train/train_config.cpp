@@ -25,6 +25,13 @@ void require_same_model(const Qwen3Config& here, const Qwen3Config& there,
                fmt::join(differences, ", "));
 }
 
+nlohmann::json default_settings() {
+  TrainConfig config;
+  OptionTable table;
+  config.describe(table);
+  return table.to_json();
+}
+
 }  // namespace
 
 void TrainConfig::describe(OptionTable& t) {
@@ -117,14 +124,39 @@ void TrainConfig::describe(OptionTable& t) {
       .unit("steps");
 
   t.section("fsdp", "sharding");
+  t.add(
+      "fsdp.mesh", fsdp.mesh,
+      "RxS: R replicas, each split over S successive ranks, 2x4 on 8 ranks; full: 1xN, split over "
+      "all; auto: a replica on each node where there are several with equally many ranks, else "
+      "full");
   t.add("fsdp.reshard_after_forward", fsdp.reshard_after_forward,
         "free other ranks' rows of a layer after its forward; false: keep them for backward");
-  t.add("fsdp.prefetch", fsdp.prefetch, "layers gathered ahead")
+  t.add(
+       "fsdp.reshard_ranks", fsdp.reshard_ranks,
+       "with reshard_after_forward: ranks over which a layer stays split from forward to backward, "
+       "e.g. 4 of a node; a divisor of S; 0: all S")
+      .at_least(0);
+  t.add("fsdp.reshard_after_backward", fsdp.reshard_after_backward,
+        "false: keep layers gathered from one micro-batch's backward to the next one's forward");
+  t.add("fsdp.prefetch", fsdp.prefetch, "layers gathered ahead; each needs memory for one layer")
       .at_least(0)
+      .at_most(64)
+      .unit("layers");
+  t.add("fsdp.forward_prefetch", fsdp.forward_prefetch,
+        "the same in forward alone; -1: as fsdp.prefetch")
+      .at_least(-1)
+      .at_most(64)
+      .unit("layers");
+  t.add("fsdp.backward_prefetch", fsdp.backward_prefetch,
+        "the same in backward alone; -1: as fsdp.prefetch")
+      .at_least(-1)
       .at_most(64)
       .unit("layers");
   t.add("fsdp.reduce_every_microbatch", fsdp.reduce_every_microbatch,
         "false: keep full gradients and reduce-scatter at a step's last micro-batch only");
+  t.add("fsdp.gradient_divide_factor", fsdp.gradient_divide_factor,
+        "what divides a step's gradient, summed over all kept labels of all ranks; 0: their number")
+      .at_least(0);
 
   t.section("checkpoint", "sharded HDF5 files in <train.out>/checkpoints");
   t.add("checkpoint.every", checkpoint.every, "0: only at the end and when the run is stopped")
@@ -252,7 +284,12 @@ ConfigChanges compare_runs(const nlohmann::json& saved, const nlohmann::json& no
                                                    "/train/peak_gflops",
                                                    "/train/stop_after",
                                                    "/data/val",
-                                                   "/fsdp",
+                                                   "/fsdp/mesh",
+                                                   "/fsdp/reshard_",
+                                                   "/fsdp/prefetch",
+                                                   "/fsdp/forward_prefetch",
+                                                   "/fsdp/backward_prefetch",
+                                                   "/fsdp/reduce_every_microbatch",
                                                    "/comm",
                                                    "/device",
                                                    "/checkpoint",
@@ -262,7 +299,10 @@ ConfigChanges compare_runs(const nlohmann::json& saved, const nlohmann::json& no
                        [&](const std::string& p) { return path.starts_with(p); });
   };
   ConfigChanges changes;
-  const nlohmann::json a = saved.flatten(), b = now.flatten();
+  // An option that the saved run did not know yet counts as its default.
+  nlohmann::json a = default_settings().flatten();
+  const nlohmann::json b = now.flatten();
+  a.update(saved.flatten());
   for (const auto& [path, value] : b.items()) {
     const nlohmann::json old = a.contains(path) ? a[path] : nlohmann::json();
     if (old == value || starts_with_any(path, ignored)) continue;

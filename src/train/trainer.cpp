@@ -77,9 +77,9 @@ Trainer::Trainer(TrainConfig config, const nlohmann::json& settings, const std::
   print_start(table);
 
   make_engine();
-  if (world_.rank() == 0) say("transport   {}", engine_->collectives().name());
+  if (world_.rank() == 0) print_sharding();
   checkpointer_ = std::make_unique<Checkpointer>(config_.checkpoint, config_.checkpoint_folder(),
-                                                 world_, backend_, engine_->model());
+                                                 engine_->mesh(), backend_, engine_->model());
   if (!checkpoint_.empty())
     restore();
   else if (weights)
@@ -118,12 +118,14 @@ void Trainer::plan_memory() {
 }
 
 void Trainer::make_engine() {
-  auto transport = make_transport(config_.transport, world_, backend_, config_.fsdp.prefetch + 1);
   if (traced_) create_trace(world_, traced_->path);
-  if (traced_) transport = make_traced_collectives(std::move(transport), world_, traced_->trace);
-  engine_ =
-      std::make_unique<Engine>(model_config_, config_.fsdp, config_.adamw, std::move(transport),
-                               config_.train.micro_batch, config_.train.seq, world_, backend_);
+  const WrapTransport trace = [&](std::unique_ptr<Collectives> transport, const World& ranks) {
+    return make_traced_collectives(std::move(transport), ranks, traced_->trace);
+  };
+  engine_ = std::make_unique<Engine>(
+      model_config_, config_.fsdp, config_.adamw,
+      make_sharding(config_.transport, config_.fsdp, world_, backend_, traced_ ? trace : nullptr),
+      config_.train.micro_batch, config_.train.seq, backend_);
 }
 
 // Sets checkpoint_, saved_ and first_step_.
@@ -188,8 +190,11 @@ void Trainer::require_compatible(const CheckpointState& saved) const {
 void Trainer::restore() {
   const bool weights_only = config_.init == "weights-only";
   const auto begin = Clock::now();
-  load_checkpoint(world_, checkpoint_, checkpoint_tensors(world_, engine_->model(), weights_only),
-                  weights_only, Staging(*backend_.device));
+  engine_->mesh().in_parts([&] {
+    load_checkpoint(engine_->mesh().shards(), checkpoint_,
+                    checkpoint_tensors(engine_->model(), weights_only), weights_only,
+                    Staging(*backend_.device));
+  });
   for (int u = 0; u < engine_->model().num_units(); ++u) {
     engine_->model().unit(u).cast_to_compute();
     engine_->model().unit(u).publish();
@@ -332,8 +337,8 @@ void Trainer::print_start(const std::string& table) {
   say("settings    * = not the default; all of them in run.json, what they mean: qshard train "
       "--help\n{}",
       table);
-  say("model       {} parameters, {} layers; a rank holds 1/{} of each",
-      model_config_.num_parameters(), model_config_.num_hidden_layers, world_.size());
+  say("model       {} parameters, {} layers", model_config_.num_parameters(),
+      model_config_.num_hidden_layers);
   say("data        {}: {} tokens, {} samples of {} tokens, {} steps an epoch ({} samples left out "
       "of each)",
       config_.data.train, train_file_->info().tokens, sampler_->samples(), t.seq,
@@ -352,6 +357,22 @@ void Trainer::print_start(const std::string& table) {
   for (const std::string& rank : ranks)
     if (world_.nodes() > 1) say("rank        {}", rank);
   say("output      {}", t.out);
+}
+
+// What the options have become; on rank 0.
+void Trainer::print_sharding() const {
+  const MeshShape& mesh = engine_->mesh().shape();
+  const FsdpOptions& fsdp = config_.fsdp;
+  say("mesh        {} of fsdp.mesh {}{}: {} replica(s), a rank holds 1/{} of each parameter",
+      mesh.str(), fsdp.mesh, mesh.why.empty() ? "" : fmt::format(" ({})", mesh.why), mesh.replicas,
+      mesh.shards);
+  say("transport   {}", engine_->collectives().name());
+  if (mesh.replicas > 1)
+    say("replicas    gradients are added up once a step over {}",
+        engine_->sharding().replica_sums->name());
+  if (mesh.group > 0)
+    say("groups      layers stay on {} ranks from forward to backward, over {}", mesh.group,
+        engine_->sharding().group_gathers->name());
 }
 
 int Trainer::run() {
@@ -488,7 +509,7 @@ void Trainer::end_of_trace() {
 
 void Trainer::save_model() {
   const std::string path = config_.train.out + "/model.safetensors";
-  export_model(world_, engine_->model(), ExportWhat::weights, path);
+  export_model(engine_->mesh(), engine_->model(), ExportWhat::weights, path);
   collectively(world_, [&] {
     if (world_.rank() == 0)
       write_hf_config(config_.train.out + "/config.json", model_config_, DType::f32);

@@ -102,8 +102,7 @@ float gradient_scale(const VerifyOptions& options, const ReferenceCase& c, doubl
   return std::abs(recorded - norm * factor) < std::abs(recorded - norm) ? factor : 1.0f;
 }
 
-json replay(ReferenceCase& c, Engine& engine, const World& world, const std::string& out,
-            float grad_scale) {
+json replay(ReferenceCase& c, Engine& engine, const std::string& out, float grad_scale) {
   const double lr = c.train.at("optim").at("lr");
   json results = json::array();
   const int64_t micro = c.B * c.T;
@@ -115,13 +114,13 @@ json replay(ReferenceCase& c, Engine& engine, const World& world, const std::str
     }
     const StepResult r = engine.compute_gradients(batches);
     if (s == 0)
-      export_model(world, engine.model(), ExportWhat::gradients, out + "/step1_grads.safetensors",
-                   grad_scale);
+      export_model(engine.mesh(), engine.model(), ExportWhat::gradients,
+                   out + "/step1_grads.safetensors", grad_scale);
     engine.update(r, lr);
     results.push_back(
         {{"step", s + 1}, {"loss", r.loss}, {"grad_norm", r.grad_norm}, {"tokens", r.kept}});
   }
-  export_model(world, engine.model(), ExportWhat::weights, out + "/final.safetensors");
+  export_model(engine.mesh(), engine.model(), ExportWhat::weights, out + "/final.safetensors");
   return results;
 }
 
@@ -181,7 +180,7 @@ std::vector<VerifyRow> compare(const VerifyOptions& options, const ReferenceCase
 
 VerifyReport verify_reference(const VerifyOptions& options, World& world, Backend& backend) {
   ReferenceCase c;
-  FsdpOptions fsdp;
+  FsdpOptions fsdp = options.fsdp;
   AdamWOptions adamw;
   OutputFolder folder;  // on rank 0
   float grad_scale = 1;
@@ -189,9 +188,6 @@ VerifyReport verify_reference(const VerifyOptions& options, World& world, Backen
   collectively(world, [&] {
     fsdp.param_dtype = parse_dtype(options.param_dtype);
     fsdp.reduce_dtype = parse_dtype(options.reduce_dtype);
-    fsdp.reshard_after_forward = options.reshard_after_forward;
-    fsdp.reduce_every_microbatch = options.reduce_every_microbatch;
-    fsdp.prefetch = options.prefetch;
     fsdp.activation_checkpoint = parse_activation_checkpoint(options.activation_checkpoint);
     c = load_reference_case(options.folder, world, options.ranks_any);
     reading_train_json(options, [&] {
@@ -211,7 +207,7 @@ VerifyReport verify_reference(const VerifyOptions& options, World& world, Backen
   import_weights(world, engine.model(), *weights,
                  [](const std::string& text) { say("warning  {}", text); });
   const std::string& out = folder.path();
-  const json results = replay(c, engine, world, out, grad_scale);
+  const json results = replay(c, engine, out, grad_scale);
 
   VerifyReport report;
   report.transport = engine.collectives().name();

@@ -184,11 +184,13 @@ class Walk {
 
   void take_step() {
     const TracedBackend traced(backend_, trace_, &recorder_);
-    auto transport = make_transport(o_.transport, world_, backend_, o_.fsdp.prefetch + 1);
-    if (o_.wrap_transport) transport = o_.wrap_transport(std::move(transport));
+    const WrapTransport wrap = [&](std::unique_ptr<Collectives> transport, const World& ranks) {
+      if (o_.wrap_transport) transport = o_.wrap_transport(std::move(transport));
+      return make_traced_collectives(std::move(transport), ranks, trace_, &recorder_);
+    };
     Engine engine(o_.config, o_.fsdp, AdamWOptions(),
-                  make_traced_collectives(std::move(transport), world_, trace_, &recorder_),
-                  o_.batch, o_.seq, world_, backend_);
+                  make_sharding(o_.transport, o_.fsdp, world_, backend_, wrap), o_.batch, o_.seq,
+                  backend_);
     Unit& unit = engine.model().unit(unit_id());
     int watched = -1;
     collectively(world_, [&] {

@@ -38,6 +38,20 @@ def test_activation_checkpointing(tmp):
                          ranks=4))
 
 
+def test_replicas_and_groups(tmp):
+    for transport in ("nccl", "mpi-cuda"):
+        expect_ok(verify("tiny-tied", "--transport", transport, "--mesh", "2x2", ranks=4))
+        expect_ok(verify("tiny-tied", "--transport", transport, "--reshard-ranks", "2", ranks=4))
+        expect_ok(verify("empty-shards", "--transport", transport, "--mesh", "2x4",
+                         "--reshard-ranks", "2", "--reshard-after-backward", "false", ranks=8))
+        expect_ok(verify("wide-head-untied", "--transport", transport, "--mesh", "3x1",
+                         "--param-dtype", "bf16", "--reduce-dtype", "bf16", ranks=3))
+    # Four communicators of an NCCL that does not order launches, each operation on the whole GPU.
+    expect_ok(verify("tiny-tied", "--mesh", "2x2", ranks=4,
+                     env={"CUDASIM_NCCL_VERSION": 22203, "CUDASIM_NCCL_EXCLUSIVE": 1}))
+    expect_ok(verify("tiny-tied", "--mesh", "2x2", "--nccl-buffers", "windows", ranks=4))
+
+
 def test_refusals(tmp):
     result = verify("tiny-tied", "--transport", "shm", ranks=4)
     runs.expect_one_error(result, 2, "transport shm", "nccl")

@@ -656,7 +656,7 @@ struct TrainedModel {
   Checkpointer checkpointer(const SharedFolder& folder, bool async) {
     CheckpointOptions options;
     options.async = async;
-    return Checkpointer(options, folder.path(), world(), test_backend(), engine->model());
+    return Checkpointer(options, folder.path(), engine->mesh(), test_backend(), engine->model());
   }
   CheckpointState state(int64_t step) const {
     CheckpointState s = state_of(step);
@@ -664,7 +664,7 @@ struct TrainedModel {
     return s;
   }
   void restore(const std::string& path) {
-    load_checkpoint(world(), path, checkpoint_tensors(world(), engine->model(), false), false);
+    load_checkpoint(world(), path, checkpoint_tensors(engine->model(), false), false);
     for (int u = 0; u < engine->model().num_units(); ++u) {
       engine->model().unit(u).cast_to_compute();
       engine->model().unit(u).publish();
@@ -707,7 +707,7 @@ TEST(Resume, HoldsMomentsAndPaddingStaysOut) {
   checkpointer.save(run.state(2));
   const Hdf5File file = Hdf5File::open(folder.checkpoint(2));
   double sums[2] = {0, 0};
-  for (const CheckpointTensor& t : checkpoint_tensors(world(), run.engine->model(), false)) {
+  for (const CheckpointTensor& t : checkpoint_tensors(run.engine->model(), false)) {
     if (!t.dataset.starts_with("/optim/exp_avg_sq/")) continue;
     for (int64_t i = 0; i < t.rows.numel(); ++i) sums[0] += t.rows.as<float>()[i];
   }

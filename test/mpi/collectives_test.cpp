@@ -4,6 +4,8 @@
 
 #include <unistd.h>
 
+#include <atomic>
+#include <chrono>
 #include <cstring>
 #include <random>
 #include <tuple>
@@ -451,6 +453,59 @@ TEST(ShmTransport, NoticesAPublishWhileAnotherRankReads) {
   if (still_reads) h.comm->reshard(1);
   test_world().barrier();
   EXPECT_NO_THROW(h.comm->publish(1));
+}
+
+// A counter in shared memory: ranks can tell each other something without a call of MPI.
+class Counter {
+ public:
+  Counter() {
+    MPI_Win_allocate_shared(test_world().rank() == 0 ? sizeof(std::atomic<int>) : 0, 1,
+                            MPI_INFO_NULL, test_world().machine_comm(), &own_, &window_);
+    MPI_Aint bytes;
+    int unit;
+    MPI_Win_shared_query(window_, 0, &bytes, &unit, &value_);
+    if (test_world().rank() == 0) new (value_) std::atomic<int>(0);
+    test_world().barrier();
+  }
+  ~Counter() { MPI_Win_free(&window_); }
+  void add() { ++*value_; }
+  int value() const { return *value_; }
+
+ private:
+  MPI_Win window_;
+  std::atomic<int>*own_, *value_;
+};
+
+// What was started goes on while other ranks compute, that is, call nothing but Device::poll().
+TEST(Progress, PollingMovesWhatOtherRanksWaitFor) {
+  if (test_world().size() < 2) GTEST_SKIP() << "needs 2 ranks";
+  for (const char* transport : {"mpi", "shm_by_1"})
+    for (bool polls : {true, false}) {
+      SCOPED_TRACE(fmt::format("{} polls {}", transport, polls));
+      Harness h(transport, {make_spec("layer", {{1 << 20}}, DType::f32)});  // beyond eager messages
+      Counter arrived;
+      h.write_shards(0, 1);
+      h.write_grad(0, 1);
+      h.comm->publish(0);
+      h.comm->gather_start(0);
+      h.comm->reduce_start(0);
+      const int others = test_world().size() - 1;
+      if (test_world().rank() == 0) {
+        // Long enough to see that without polls nothing arrives; with them it ends at once.
+        const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(polls ? 30 : 1);
+        while (arrived.value() < others && std::chrono::steady_clock::now() < end) {
+          if (polls) test_backend().device->poll();
+          usleep(1000);
+        }
+        EXPECT_EQ(arrived.value(), polls ? others : 0);
+      }
+      EXPECT_EQ(h.wrong_gather(0, h.comm->gather_wait(0), 1), "");
+      h.reduce_wait(0);
+      EXPECT_EQ(h.wrong_reduction(0, {1}), "");
+      arrived.add();
+      h.comm->reshard(0);
+      test_world().barrier();
+    }
 }
 
 TEST(Transports, UnknownNameIsAUsageError) {

@@ -31,6 +31,14 @@ std::vector<TinyRun> runs() {
         run.fsdp.activation_checkpoint =
             sparing ? ActivationCheckpoint::full : ActivationCheckpoint::none;
         runs.push_back(run);
+        if (test_world().size() % 2) continue;
+        run.fsdp.mesh = fmt::format("2x{}", test_world().size() / 2);
+        runs.push_back(run);
+        if (transport != std::string("mpi") || test_world().size() % 4) continue;
+        run.fsdp.mesh = "full";
+        run.fsdp.reshard_after_forward = true;
+        run.fsdp.reshard_ranks = 2;
+        runs.push_back(run);
       }
   return runs;
 }
@@ -53,8 +61,8 @@ TEST(Plan, MovesTheBytesOfTheRun) {
     const auto engine = run.engine();
     const auto batch = some_batches(run, 1, 2 * run.B * test_world().size()).front();
     engine->compute_gradients(deal(batch, run.B, Deal::split));
-    const Traffic &planned = plan_step(request_of(run, 2)).traffic,
-                  &moved = engine->collectives().traffic();
+    const Traffic planned = plan_step(request_of(run, 2)).traffic,
+                  moved = engine->sharding().traffic();
     EXPECT_EQ(planned.gathers, moved.gathers);
     EXPECT_EQ(planned.reduces, moved.reduces);
     EXPECT_EQ(planned.gather_logical_bytes, moved.gather_logical_bytes);
@@ -70,11 +78,12 @@ TEST(Plan, HasTheSpansOfTheRun) {
   std::vector<Span> real;
   {
     const TracedBackend traced(test_backend(), trace);
+    const WrapTransport wrap = [&](std::unique_ptr<Collectives> transport, const World& ranks) {
+      return make_traced_collectives(std::move(transport), ranks, trace);
+    };
     Engine engine(run.config, run.fsdp, run.adamw,
-                  make_traced_collectives(make_collectives(run.transport, test_world(),
-                                                           test_backend(), run.fsdp.prefetch + 1),
-                                          test_world(), trace),
-                  run.B, run.T, test_world(), test_backend());
+                  make_sharding(run.transport, run.fsdp, test_world(), test_backend(), wrap), run.B,
+                  run.T, test_backend());
     engine.model().init_parameters(run.seed);
     const auto batch = some_batches(run, 1, run.B * test_world().size()).front();
     engine.step(deal(batch, run.B, Deal::split), run.lr);

@@ -15,18 +15,25 @@ std::vector<ParamSpec> small_params() {
   return {{"embed", {11, 3}}, {"norm", {4}, Init::ones}, {"proj", {6, 5}}, {"last", {1, 33}}};
 }
 
+Sharding all_ranks(std::unique_ptr<Collectives> transport) {
+  Sharding sharding;
+  sharding.mesh = std::make_unique<Mesh>(test_world(), MeshShape{1, test_world().size(), "", 0});
+  sharding.collectives = std::move(transport);
+  return sharding;
+}
+
 // One or more units of a transport, ready for use. Destroyed units before transport.
 struct Fixture {
-  std::unique_ptr<Collectives> collectives;
+  Sharding sharding;
   std::vector<std::unique_ptr<Unit>> units;
 
   explicit Fixture(const std::string& transport, FsdpOptions options = {}, int count = 1,
                    const std::vector<ParamSpec>& params = small_params())
-      : collectives(make_collectives(transport, test_world(), test_backend(), 2)) {
+      : sharding(all_ranks(make_collectives(transport, test_world(), test_backend(), 2))) {
     for (int u = 0; u < count; ++u)
       units.push_back(std::make_unique<Unit>(fmt::format("unit{}", u), params, true, true, options,
-                                             test_world(), test_backend(), *collectives));
-    collectives->finish_setup();
+                                             sharding, test_backend()));
+    sharding.finish_setup();
     for (auto& unit : units) unit->attach();
   }
   Unit& operator*() { return *units[0]; }
@@ -82,7 +89,7 @@ TEST_P(UnitTest, MisuseThrowsAndNamesUnitAndParameter) {
   EXPECT_NE(thrown([&] { unit->grad(0); }), "");
   EXPECT_NE(thrown([&] { unit->keep_grad(); }), "");
   EXPECT_NE(thrown([&] { unit->reduce(); }), "");
-  EXPECT_NE(thrown([&] { unit->finish_reduce(false); }), "");
+  EXPECT_NE(thrown([&] { unit->advance_reduction(false, true); }), "");
   unit->reshard();
   EXPECT_NE(thrown([&] { unit->param(0); }), "");
 }
@@ -152,7 +159,7 @@ double reduce_error(Unit& unit, bool accumulate) {
       unit.grad(i).as<float>()[j] = gradient_value(test_world().rank(), i, j);
   unit.reshard();
   unit.reduce();
-  unit.finish_reduce(accumulate);
+  unit.advance_reduction(accumulate, true);
   const int ranks = test_world().size();
   double sums[2] = {0, 0};
   for (int i = 0; i < unit.size(); ++i) {
@@ -209,7 +216,7 @@ TEST_P(UnitTest, KeptGradientsPileUpUntilTheReduction) {
     if (micro < 2) unit->keep_grad();
   }
   unit->reduce();
-  unit->finish_reduce(false);
+  unit->advance_reduction(false, true);
   const double mean = 1 + 2 + 3 + 3 * 0.5 * (test_world().size() - 1);
   for (int i = 0; i < unit->size(); ++i)
     for (int64_t j = 0; j < unit->grad_shard(i).numel(); ++j)
@@ -289,19 +296,17 @@ TEST_P(UnitTest, PrefetchKeepsUnitsShardedOutsideTheirTime) {
   for (int depth : {0, 1}) {
     FsdpOptions options;
     options.prefetch = depth;
-    std::unique_ptr<Collectives> collectives =
-        make_collectives(transport(), test_world(), test_backend(), depth + 1);
-    Unit root("root", small_params(), true, true, options, test_world(), test_backend(),
-              *collectives);
+    Sharding sharding =
+        all_ranks(make_collectives(transport(), test_world(), test_backend(), depth + 1));
+    Unit root("root", small_params(), true, true, options, sharding, test_backend());
     std::vector<std::unique_ptr<Unit>> layers;
     std::vector<Unit*> order;
     for (int l = 0; l < 3; ++l) {
       layers.push_back(std::make_unique<Unit>(fmt::format("layers.{}", l), small_params(), false,
-                                              false, options, test_world(), test_backend(),
-                                              *collectives));
+                                              false, options, sharding, test_backend()));
       order.push_back(layers.back().get());
     }
-    collectives->finish_setup();
+    sharding.finish_setup();
     root.attach();
     for (Unit* layer : order) layer->attach();
     root.init_parameters(1, 1);

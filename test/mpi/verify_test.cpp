@@ -94,9 +94,9 @@ TEST_P(Verify, OtherRanksThanTheCasesAreRefusedWithTheFix) {
 TEST(VerifyOptionsTest, WaysToRunDoNotMatter) {
   if (8 % test_world().size()) return;  // 8 rows do not divide
   VerifyOptions options = options_for("tiny-tied");
-  options.reshard_after_forward = false;
-  options.prefetch = 2;
-  options.reduce_every_microbatch = false;
+  options.fsdp.reshard_after_forward = false;
+  options.fsdp.prefetch = 2;
+  options.fsdp.reduce_every_microbatch = false;
   const VerifyReport report = verify_reference(options, test_world(), test_backend());
   EXPECT_TRUE(report.ok) << failed_rows(report);
 }

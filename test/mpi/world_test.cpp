@@ -45,6 +45,33 @@ TEST(World, CountsRanksAndNodes) {
   EXPECT_EQ(world.mpi_version().find('\n'), std::string::npos);
 }
 
+TEST(World, SplitsIntoPartsInRankOrder) {
+  const World& world = test_world();
+  for (int parts : {1, 2, 3}) {
+    const int color = world.rank() % parts;
+    const std::unique_ptr<World> part = world.split(color);
+    EXPECT_EQ(part->rank(), world.rank() / parts);
+    EXPECT_EQ(part->size(), (world.size() - color + parts - 1) / parts);
+    EXPECT_LE(part->node_size(), std::min(part->size(), world.node_size()));
+    EXPECT_EQ(part->machine_size(), world.machine_size());
+    EXPECT_EQ(part->threads_per_rank(), world.threads_per_rank());
+    EXPECT_EQ(part->host(), world.host());
+    int64_t sum = world.rank();  // of this part alone
+    part->all_reduce_sum(&sum, 1);
+    int64_t expected = 0;
+    for (int r = color; r < world.size(); r += parts) expected += r;
+    EXPECT_EQ(sum, expected);
+  }
+}
+
+TEST(World, NumbersItsNodes) {
+  const World& world = test_world();
+  const std::vector<int> nodes = world.nodes_by_rank();
+  ASSERT_EQ(std::ssize(nodes), world.size());
+  EXPECT_EQ(nodes[0], 0);
+  EXPECT_EQ(*std::max_element(nodes.begin(), nodes.end()), world.nodes() - 1);
+}
+
 TEST(World, SumsInRankOrderWithTheSameBitsEverywhere) {
   const World& world = test_world();
   // Terms of very different size, so that any other order of summation gives other bits.
