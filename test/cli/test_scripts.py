@@ -65,6 +65,14 @@ def test_nothing_is_installed_in_a_job(tmp):
     cli.expect(cli.run(INSTALL, env=env), rc=1, out="Missing: mpirun", err="Slurm job 7")
 
 
+def test_slurm_is_wanted_only_when_asked_for(tmp):
+    env = {"PATH": path_without(tmp, "sbatch")}
+    cli.expect(cli.run(INSTALL, "--check", env=env), out="Nothing is missing.")
+    result = cli.run(INSTALL, "cluster", "--check", env=env)
+    cli.expect(result, rc=1, out="sbatch")
+    assert "slurm-client" in result.out, result
+
+
 def test_unknown_option(tmp):
     cli.expect(cli.run(INSTALL, "--chek"), rc=2, err="--chek")
 

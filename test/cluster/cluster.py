@@ -10,7 +10,6 @@ reason, the kernel removes everything.
 """
 import ctypes
 import os
-import pwd
 import shutil
 import signal
 import subprocess

@@ -2,7 +2,6 @@
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -237,7 +236,7 @@ def test_scancel(tmp):
     expect_each_step_once(tmp / "out", saved + 20)
     assert resumes(tmp / "out") == [saved]
     text = completed(tmp, submit(tmp, 1, 2))
-    assert f"nothing to do: " in text, text
+    assert "nothing to do: " in text, text
     expect_each_step_once(tmp / "out", saved + 20)
 
 
