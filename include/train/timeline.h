@@ -49,7 +49,7 @@ struct StepTime {
 };
 
 double operator_seconds(const Span& span, const Hardware& hardware);
-StepTime simulate(const Plan& plan, const PlanRequest& request, const Hardware& hardware);
+StepTime simulate(const Plan& plan, const Hardware& hardware);
 
 // The rate that a span's work is measured in: its key in Hardware::measured, and the amount.
 std::string rate_key(const Span& span);

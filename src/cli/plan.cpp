@@ -25,6 +25,7 @@ Examples:
 struct Options {
   std::string model, hardware, calibrate, format = "text";
   std::string param_dtype = "bf16", reduce_dtype = "f32", checkpoint = "none", transport = "auto";
+  std::string mesh = "full";
   int ranks = 0, ranks_per_node = 0;
   int64_t batch = 1, seq = 1024, accumulation = 1;
   bool reshard_after_forward = true, search = false;
@@ -39,6 +40,7 @@ PlanRequest request_of(const Options& o, const Hardware* hardware, const World& 
   r.fsdp.reduce_dtype = parse_dtype(o.reduce_dtype);
   r.fsdp.reshard_after_forward = o.reshard_after_forward;
   r.fsdp.prefetch = o.prefetch;
+  r.fsdp.mesh = o.mesh;
   r.fsdp.activation_checkpoint = parse_activation_checkpoint(o.checkpoint);
   r.ranks = o.ranks ? o.ranks : world.size();
   r.ranks_per_node = o.ranks_per_node ? o.ranks_per_node
@@ -121,6 +123,7 @@ void add_plan(CLI::App& app, Command& run) {
   add("--reduce-dtype", o->reduce_dtype, "what gradients travel in")->check(dtypes);
   add("--activation-checkpoint", o->checkpoint, "what backward computes anew")
       ->check(CLI::IsMember({"none", "selective", "full"}));
+  add("--mesh", o->mesh, "fsdp.mesh of `qshard train`: full, RxS or auto");
   add("--reshard-after-forward", o->reshard_after_forward, "true or false");
   add("--prefetch", o->prefetch, "layers gathered ahead")->check(CLI::Range(0, 64));
   add("--transport", o->transport, "whose buffers are planned; auto: nccl for GPUs, else shm")

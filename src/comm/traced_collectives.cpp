@@ -7,7 +7,11 @@ class TracedCollectives final : public Collectives {
  public:
   TracedCollectives(std::unique_ptr<Collectives> inner, const World& world, Trace& trace,
                     UnitObserver* observer)
-      : inner_(std::move(inner)), ranks_(world.size()), trace_(trace), observer_(observer) {}
+      : inner_(std::move(inner)),
+        ranks_(world.size()),
+        nodes_(world.nodes()),
+        trace_(trace),
+        observer_(observer) {}
 
   std::string name() const override { return inner_->name(); }
 
@@ -94,6 +98,8 @@ class TracedCollectives final : public Collectives {
     Span span = trace_.begin(lane, verb);
     span.unit = u.spec.name;
     span.unit_before = u.held;
+    span.ranks = ranks_;
+    span.nodes = nodes_;
     action();
     traffic_ = inner_->traffic();
     trace_.logical_bytes += logical(traffic_) - logical(before);
@@ -107,7 +113,7 @@ class TracedCollectives final : public Collectives {
   static int64_t copied(const Traffic& t) { return t.gather_copied_bytes + t.reduce_copied_bytes; }
 
   std::unique_ptr<Collectives> inner_;
-  const int ranks_;
+  const int ranks_, nodes_;
   Trace& trace_;
   UnitObserver* observer_;
   std::vector<Unit> units_;

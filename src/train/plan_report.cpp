@@ -22,6 +22,7 @@ Json setting_of(const PlanRequest& r) {
           {"tokens_per_step", r.ranks * r.B * r.T * r.accumulation},
           {"param_dtype", dtype_name(f.param_dtype)},
           {"reduce_dtype", dtype_name(f.reduce_dtype)},
+          {"mesh", f.mesh},
           {"reshard_after_forward", f.reshard_after_forward},
           {"prefetch", f.prefetch},
           {"activation_checkpoint", activation_checkpoint_name(f.activation_checkpoint)}};
@@ -35,24 +36,27 @@ Json memory_of(const PlanRequest& r, const Plan& plan) {
   return memory;
 }
 
-Json traffic_of(const PlanRequest& r, const Plan& plan) {
-  int64_t forward = 0, backward = 0, reductions = 0;
+Json traffic_of(const Plan& plan) {
+  int64_t forward = 0, backward = 0, reductions = 0, replicas = 0, all = 0;
+  double between = 0;
   for (const Span& span : plan.spans) {
-    if (span.lane == Lane::gather)
-      (span.phase == "forward" ? forward : backward) += span.logical_bytes;
-    if (span.lane == Lane::reduce) reductions += span.logical_bytes;
+    if (span.lane == Lane::compute) continue;
+    // A rank's share of what its node receives: the other nodes' rows, once.
+    if (span.ranks > 1)
+      between += static_cast<double>(span.logical_bytes) * (span.nodes - 1) / (span.ranks - 1);
+    all += span.logical_bytes;
+    const bool of_replicas = span.unit.ends_with(" gradient");  // see ReplicaSum
+    (of_replicas                 ? replicas
+     : span.lane == Lane::reduce ? reductions
+     : span.phase == "forward"   ? forward
+                                 : backward) += span.logical_bytes;
   }
-  const int64_t all = forward + backward + reductions;
-  // A node receives the other nodes' rows once: (nodes-1)/nodes of each unit, where a ring brings
-  // (N-1)/N of it through every rank.
-  const int nodes = (r.ranks + r.ranks_per_node - 1) / r.ranks_per_node;
-  const double share =
-      r.ranks > 1 ? static_cast<double>(nodes - 1) / nodes * r.ranks / (r.ranks - 1) : 0.0;
   return {{"forward_gathers", forward},
           {"backward_gathers", backward},
           {"reductions", reductions},
+          {"replica_sums", replicas},
           {"total", all},
-          {"between_nodes_of_a_node", static_cast<int64_t>(share * static_cast<double>(all))}};
+          {"between_nodes", static_cast<int64_t>(between)}};
 }
 
 Json flops_of(const PlanRequest& r, const Plan& plan) {
@@ -64,7 +68,7 @@ Json flops_of(const PlanRequest& r, const Plan& plan) {
 }
 
 Json time_of(const PlanRequest& r, const Plan& plan, const Hardware& h, double tokens) {
-  const StepTime t = simulate(plan, r, h);
+  const StepTime t = simulate(plan, h);
   const double of_step = static_cast<double>(r.ranks * r.B * r.T * r.accumulation);
   Json time = {{"hardware", h.name},
                {"step", t.step},
@@ -104,7 +108,7 @@ Json plan_report(const PlanRequest& request, const std::optional<Hardware>& hard
   const Plan plan = plan_step(request);
   Json report = {{"setting", setting_of(request)},
                  {"memory_bytes", memory_of(request, plan)},
-                 {"traffic_bytes", traffic_of(request, plan)},
+                 {"traffic_bytes", traffic_of(plan)},
                  {"flops", flops_of(request, plan)}};
   if (hardware) {
     report["seconds"] = time_of(request, plan, *hardware, tokens);

@@ -40,17 +40,18 @@ Link read_link(const nlohmann::json& json, const std::string& key, const std::st
           link.value("latency_us", 0.0) / 1e6};
 }
 
-// A ring over all ranks: every rank receives the others' rows. Between nodes the ranks of a node
-// share their links, through which each node receives the other nodes' rows once.
-double ring_seconds(double logical_bytes, const PlanRequest& r, const Hardware& h) {
-  if (r.ranks <= 1) return 0;
-  const int nodes = (r.ranks + r.ranks_per_node - 1) / r.ranks_per_node;
-  const double total = logical_bytes * r.ranks / (r.ranks - 1);  // of the whole unit
-  double seconds = logical_bytes / h.in_node.bytes_per_s, latency = h.in_node.latency_s;
-  if (nodes > 1) {
-    const double per_link = total * (nodes - 1) / nodes / r.ranks_per_node;
+// A ring over the transport's ranks: every one receives the others' rows. Between nodes the ranks
+// of a node share their links, through which each node receives the other nodes' rows once.
+double ring_seconds(const Span& span, const Hardware& h) {
+  if (span.ranks <= 1) return 0;
+  const double received = static_cast<double>(span.logical_bytes);
+  const bool one_node = span.nodes == 1 || span.ranks > span.nodes;
+  double seconds = one_node ? received / h.in_node.bytes_per_s : 0, latency = h.in_node.latency_s;
+  if (span.nodes > 1) {
+    const double total = received * span.ranks / (span.ranks - 1);  // of the whole unit
+    const double per_link = total * (span.nodes - 1) / span.ranks;
     seconds = std::max(seconds, per_link / h.between_nodes.bytes_per_s);
-    latency += h.between_nodes.latency_s * std::ceil(std::log2(nodes));
+    latency += h.between_nodes.latency_s * std::ceil(std::log2(span.nodes));
   }
   return seconds + latency;
 }
@@ -107,14 +108,13 @@ double operator_seconds(const Span& span, const Hardware& h) {
   return work / (peak->second * (is_product(span) ? h.product_share : h.attention_share));
 }
 
-StepTime simulate(const Plan& plan, const PlanRequest& request, const Hardware& h) {
+StepTime simulate(const Plan& plan, const Hardware& h) {
   StepTime time;
   double now = 0, gather_free = 0, reduce_free = 0;
   std::map<std::string, double> gathered, reduced;  // unit → when its last one has ended
   auto move_bytes = [&](const Span& span) {
-    const double bytes = rate_work(span);
     const auto known = h.measured.find(rate_key(span));
-    return known == h.measured.end() ? ring_seconds(bytes, request, h) : bytes / known->second;
+    return known == h.measured.end() ? ring_seconds(span, h) : rate_work(span) / known->second;
   };
   auto start = [&](const Span& span, double& lane_free, double& busy, double& ended) {
     const double seconds = move_bytes(span);

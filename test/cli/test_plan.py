@@ -36,7 +36,14 @@ def test_traffic_of_the_layer_that_every_reader_checks(tmp):
     layer = 2360448 * 2 * 3 // 4
     for phase in "forward_gathers", "backward_gathers", "reductions":
         assert bytes_of[2][phase] - bytes_of[1][phase] == layer, (phase, bytes_of)
-    assert bytes_of[2]["between_nodes_of_a_node"] == 0, bytes_of
+    assert bytes_of[2]["between_nodes"] == bytes_of[2]["replica_sums"] == 0, bytes_of
+    # 2 nodes of 2: a rank's link brings its share of the other node's half of a unit. As 2 replicas,
+    # only the shards' sums go between nodes, both ways.
+    args = ("--model", tmp / "m.json", "--ranks", 4, "--ranks-per-node", 2, "--reduce-dtype", "bf16")
+    full, mesh = (plan(*args, "--mesh", m)["traffic_bytes"] for m in ("full", "2x2"))
+    assert full["between_nodes"] * 3 == full["total"], full
+    assert full["replica_sums"] == 0 and mesh["replica_sums"] == mesh["between_nodes"] > 0, mesh
+    assert mesh["between_nodes"] < full["between_nodes"], (full, mesh)
 
 
 def test_large_machines(tmp):

@@ -43,15 +43,11 @@ Span moved(Lane lane, const char* name, int64_t bytes = 0) {
 Span gather_start(int64_t bytes) { return moved(Lane::gather, "all-gather start", bytes); }
 Span gather_wait() { return moved(Lane::gather, "all-gather wait"); }
 
-PlanRequest two_ranks() {
-  PlanRequest r;
-  r.ranks = r.ranks_per_node = 2;
-  return r;
-}
-StepTime times(std::vector<Span> spans, const Hardware& h, const PlanRequest& r = two_ranks()) {
+StepTime times(std::vector<Span> spans, const Hardware& h, int ranks = 2, int nodes = 1) {
   Plan plan;
   plan.spans = std::move(spans);
-  return simulate(plan, r, h);
+  for (Span& span : plan.spans) span.ranks = ranks, span.nodes = nodes;
+  return simulate(plan, h);
 }
 
 TEST(Timeline, OperatorsTakeTheirFlopsOrTheirBytes) {
@@ -107,18 +103,19 @@ TEST(Timeline, WithoutOverlapEverythingIsInARow) {
 // 4 ranks on 2 nodes: of a unit of 8 bytes a ring brings 6 through each rank; a node receives the
 // other's 4 bytes through two links, 2 each.
 TEST(Timeline, BetweenNodesTheSlowerLinkDecides) {
-  PlanRequest r;
-  r.ranks = 4;
-  r.ranks_per_node = 2;
+  const std::vector<Span> spans = {gather_start(6), gather_wait()};
   Hardware h = slow();
-  EXPECT_DOUBLE_EQ(times({gather_start(6), gather_wait()}, h, r).step, 6);
+  EXPECT_DOUBLE_EQ(times(spans, h, 4, 2).step, 6);
   h.between_nodes.bytes_per_s = 0.1;
-  EXPECT_DOUBLE_EQ(times({gather_start(6), gather_wait()}, h, r).step, 20);
+  EXPECT_DOUBLE_EQ(times(spans, h, 4, 2).step, 20);
   h.in_node.latency_s = 1000;
   h.between_nodes.latency_s = 100;
-  EXPECT_DOUBLE_EQ(times({gather_start(6), gather_wait()}, h, r).step, 1120);
-  r.ranks = r.ranks_per_node = 1;
-  EXPECT_DOUBLE_EQ(times({gather_start(0), gather_wait()}, h, r).step, 0);
+  EXPECT_DOUBLE_EQ(times(spans, h, 4, 2).step, 1120);
+  // One rank a node has no use for links inside of it.
+  h.in_node = {0.001, 0};
+  h.between_nodes = {2, 0};
+  EXPECT_DOUBLE_EQ(times(spans, h, 4, 4).step, 3);
+  EXPECT_DOUBLE_EQ(times({gather_start(0), gather_wait()}, h, 1, 1).step, 0);
 }
 
 TEST(Hardware, ProfilesSayWhatTheyLack) {
