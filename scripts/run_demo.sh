@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# What `make run` runs: trains a small byte-level Qwen3 on the C and C++ headers of this machine.
+# What `make run` runs: trains a small byte-level Qwen3 on the C and C++ headers of this machine and lets
+# it write some lines.
 #
 #   scripts/run_demo.sh [--section.key value …]     options of `qshard train`
 #
@@ -51,6 +52,11 @@ train "$ranks" --train.stop_after $((steps * 3 / 4)) "$@" || stopped=$?
 if [ $stopped -ne 75 ]; then exit $stopped; fi
 printf '\nStopped after three quarters (exit code 75); now on %s rank(s), from the checkpoint:\n' "$again"
 train "$again" --resume auto "$@"
+
+# Of what was learned: the same text for the same model.
+say=("$qshard" sample --from "$out/checkpoints" --prompt '#include <' --tokens 160 --temperature 0.6 --top-p 0.95)
+printf "\n$ %s --prompt '#include <' %s\n" "${say[*]:0:4}" "${say[*]:6}"
+"${say[@]}"
 
 cat <<END
 

@@ -14,6 +14,7 @@ namespace {
 constexpr const char* kFooter = R"(Examples:
   qshard data tokenize --tokenizer bytes --out train.h5 /usr/include
   mpirun -n 4 qshard train --config data/configs/demo.json --train.steps 200
+  qshard sample --from runs/a --prompt "#include <"
   mpirun -n 4 qshard walkthrough
   mpirun -n 4 qshard verify --reference test/reference/tiny-tied --param-dtype bf16
 
@@ -61,6 +62,7 @@ int run(int argc, char** argv, World& world) {
   add_plan(app, command);
   add_data(app, command);
   add_ckpt(app, command);
+  add_sample(app, command);
 
   require_same_command(argc, argv, world);
   int code = kExitDone;

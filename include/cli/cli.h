@@ -17,5 +17,6 @@ void add_walkthrough(CLI::App& app, Command& run);
 void add_plan(CLI::App& app, Command& run);
 void add_data(CLI::App& app, Command& run);
 void add_ckpt(CLI::App& app, Command& run);
+void add_sample(CLI::App& app, Command& run);
 
 }  // namespace qshard

@@ -47,6 +47,7 @@ struct FsdpOptions {
   bool reduce_every_microbatch = true;
   ActivationCheckpoint activation_checkpoint = ActivationCheckpoint::none;
   double gradient_divide_factor = 0;  // 0: the kept labels of a step
+  bool forward_only = false;  // no moments and no gradients: units only give their parameters
 
   int forward_depth() const { return forward_prefetch < 0 ? prefetch : forward_prefetch; }
   int backward_depth() const { return backward_prefetch < 0 ? prefetch : backward_prefetch; }

@@ -32,6 +32,9 @@ class Qwen3Model {
   // device().
   void forward_backward(TokenBatch batch, float loss_scale, MicroBatch micro, Tensor loss_sum);
   void forward(TokenBatch batch, Tensor loss_sum);  // adds Σ loss only
+  // Logits f32 [1,V] of the token after position `at` of ids [B·T], valid until the next call; what
+  // follows `at` in its sequence has no influence on them. Collective.
+  Tensor next_logits(const int32_t* ids, int64_t at);
 
   const Qwen3Config& config() const { return config_; }
   const LayerShape& shape() const { return shape_; }

@@ -6,6 +6,7 @@
 #include <string>
 
 #include "comm/world.h"
+#include "io/checkpoint.h"
 #include "io/hf_weights.h"
 #include "model/qwen3_config.h"
 
@@ -32,10 +33,16 @@ HfExportReport export_checkpoint(const World& world, const std::string& checkpoi
 void import_checkpoint(const World& world, const std::string& folder, const std::string& checkpoint,
                        bool overwrite, const std::function<void(const std::string&)>& warn);
 
-// A config.json that transformers reads; `dtype`: of the weights beside it.
-void write_hf_config(const std::string& path, const Qwen3Config& config, DType dtype);
+// A config.json that transformers reads; `dtype`: of the weights beside it. `tokenizer`: that of
+// the token file which the model was trained on, kept as "qshard_tokenizer"; empty: not known.
+void write_hf_config(const std::string& path, const Qwen3Config& config, DType dtype,
+                     const std::string& tokenizer);
 
 // The config.json of a folder.
 Qwen3Config read_hf_config(const std::string& folder);
+std::string read_hf_tokenizer(const std::string& folder);  // as written above; empty: not known
+
+// The same of a checkpoint, from the settings of the run that it keeps.
+std::string tokenizer_of(const CheckpointState& state);
 
 }  // namespace qshard

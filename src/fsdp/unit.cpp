@@ -70,14 +70,16 @@ void Unit::attach() {
   auto allocate = [&](Segment segment, const char* what) {
     return Buffer(*backend_.device, DType::f32, {count}, segment, name_ + " " + what);
   };
-  exp_avg_buffer_ = allocate(Segment::moments, "exp_avg");
-  exp_avg_sq_buffer_ = allocate(Segment::moments, "exp_avg_sq");
-  grad_buffer_ = allocate(Segment::gradients, "gradient shard");
-  exp_avg_ = split(exp_avg_buffer_, true);
-  exp_avg_sq_ = split(exp_avg_sq_buffer_, true);
-  grad_shard_ = split(grad_buffer_, true);
-  grad_pieces_ = split(grad_buffer_, false);
-  if (replica_sum_) replica_sum_->attach();
+  if (!options_.forward_only) {
+    exp_avg_buffer_ = allocate(Segment::moments, "exp_avg");
+    exp_avg_sq_buffer_ = allocate(Segment::moments, "exp_avg_sq");
+    grad_buffer_ = allocate(Segment::gradients, "gradient shard");
+    exp_avg_ = split(exp_avg_buffer_, true);
+    exp_avg_sq_ = split(exp_avg_sq_buffer_, true);
+    grad_shard_ = split(grad_buffer_, true);
+    grad_pieces_ = split(grad_buffer_, false);
+    if (replica_sum_) replica_sum_->attach();
+  }
   if (options_.param_dtype != DType::f32) {
     master_buffer_ = allocate(Segment::shards, "master weights");
     master_ = split(master_buffer_, true);
@@ -137,6 +139,7 @@ Tensor Unit::param(int i) const {
 }
 
 void Unit::begin_grad() {
+  QS_CHECK(!options_.forward_only, "unit {}: backward of a model made for forward only", name_);
   grad_accumulates_ = grad_kept_;
   if (!grad_kept_) full_grad_ = collectives_.grad_buffer(id_);
 }

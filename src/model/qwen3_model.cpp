@@ -86,6 +86,15 @@ void Qwen3Model::forward(TokenBatch batch, Tensor loss_sum) {
   prefetch_->end_forward();
 }
 
+Tensor Qwen3Model::next_logits(const int32_t* ids, int64_t at) {
+  run_forward({ids, ids}, false);  // nothing looks at the labels
+  ops_.mark(root_->name(), "forward", "head");
+  const Tensor logits = logits_.tensor().row_range(0, 1);
+  ops_.linear(final_normed_.tensor().row_range(at, at + 1), head_weight(false), logits);
+  prefetch_->end_forward();
+  return logits;
+}
+
 void Qwen3Model::run_forward(TokenBatch batch, bool backward_follows) {
   const int L = static_cast<int>(layers_.size());
   ops_.mark(root_->name(), "forward", "embedding");

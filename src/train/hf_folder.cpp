@@ -7,7 +7,6 @@
 
 #include "base/config.h"
 #include "fsdp/shard_layout.h"
-#include "io/checkpoint.h"
 #include "io/hdf5_file.h"
 #include "model/qwen3_params.h"
 #include "train/ckpt_tools.h"
@@ -18,6 +17,7 @@ namespace {
 namespace fs = std::filesystem;
 
 constexpr const char* kConfig = "config.json";
+constexpr const char* kTokenizer = "qshard_tokenizer";
 
 int64_t bytes_of(const SafetensorsEntry& e) {
   return e.shape.numel() * static_cast<int64_t>(dtype_size(e.dtype));
@@ -103,8 +103,8 @@ void write_index(const std::string& path, const nlohmann::ordered_json& weight_m
 HfExportReport write_folder(const std::string& checkpoint, const std::string& folder,
                             const HfExportOptions& options) {
   require_free(folder, options.overwrite);
-  const Qwen3Config config =
-      Qwen3Config::from_json(read_checkpoint_state(checkpoint).model, checkpoint);
+  const CheckpointState state = read_checkpoint_state(checkpoint);
+  const Qwen3Config config = Qwen3Config::from_json(state.model, checkpoint);
   const auto shards = plan_shards(all_params(config), options);
   const Hdf5File from = Hdf5File::open(checkpoint);
   StagedFolder staged(temporary_name(folder));
@@ -126,7 +126,7 @@ HfExportReport write_folder(const std::string& checkpoint, const std::string& fo
     to.commit();
   }
   if (shards.size() > 1) write_index(staged / kHfIndex, weight_map, report.bytes);
-  write_hf_config(staged / kConfig, config, options.dtype);
+  write_hf_config(staged / kConfig, config, options.dtype, tokenizer_of(state));
   staged.publish(folder);
   return report;
 }
@@ -182,12 +182,14 @@ void import_checkpoint(const World& world, const std::string& folder, const std:
   std::unique_ptr<HfWeights> weights;
   std::unique_ptr<StagedFolder> staged;  // on rank 0
   Qwen3Config config;
+  std::string tokenizer;
   ImportedRows own;
   const std::string stage = world.broadcast(temporary_name(checkpoint), 0);
   collectively(world, [&] {
     if (fs::exists(checkpoint) && !overwrite)
       fail("{} exists: choose another name, or --overwrite", checkpoint);
     config = read_hf_config(folder);
+    tokenizer = read_hf_tokenizer(folder);
     const std::vector<ParamSpec> params = all_params(config);
     weights = std::make_unique<HfWeights>(folder);
     weights->require(params);
@@ -198,6 +200,7 @@ void import_checkpoint(const World& world, const std::string& folder, const std:
   CheckpointState state;
   state.model = config.to_json();
   state.run = nlohmann::json::object();
+  if (!tokenizer.empty()) state.run["derived"]["tokenizer"] = tokenizer;
   SaveOptions save;
   save.keep_last = 0;
   const SaveReport report = save_checkpoint(world, stage, state, own.tensors, save);
@@ -206,9 +209,11 @@ void import_checkpoint(const World& world, const std::string& folder, const std:
   });
 }
 
-void write_hf_config(const std::string& path, const Qwen3Config& config, DType dtype) {
+void write_hf_config(const std::string& path, const Qwen3Config& config, DType dtype,
+                     const std::string& tokenizer) {
   nlohmann::json fields = config.to_json();
   fields["torch_dtype"] = dtype == DType::bf16 ? "bfloat16" : "float32";
+  if (!tokenizer.empty()) fields[kTokenizer] = tokenizer;
   const std::string text = fields.dump(2) + "\n";
   AtomicFile file(path);
   file.write(text.data(), text.size());
@@ -218,6 +223,20 @@ void write_hf_config(const std::string& path, const Qwen3Config& config, DType d
 Qwen3Config read_hf_config(const std::string& folder) {
   const std::string path = (fs::path(folder) / kConfig).string();
   return Qwen3Config::from_json(parse_json(read_file(path), path), path);
+}
+
+std::string read_hf_tokenizer(const std::string& folder) {
+  const std::string path = (fs::path(folder) / kConfig).string();
+  const nlohmann::json fields = parse_json(read_file(path), path);
+  if (!fields.contains(kTokenizer)) return "";
+  if (!fields[kTokenizer].is_string())
+    fail_usage("{}: {}: expected a text, found {}", path, kTokenizer, fields[kTokenizer].dump());
+  return fields[kTokenizer].get<std::string>();
+}
+
+std::string tokenizer_of(const CheckpointState& state) {
+  const nlohmann::json::json_pointer at("/derived/tokenizer");
+  return state.run.contains(at) ? state.run[at].get<std::string>() : "";
 }
 
 }  // namespace qshard

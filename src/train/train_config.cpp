@@ -306,6 +306,7 @@ ConfigChanges compare_runs(const nlohmann::json& saved, const nlohmann::json& no
   for (const auto& [path, value] : b.items()) {
     const nlohmann::json old = a.contains(path) ? a[path] : nlohmann::json();
     if (old == value || starts_with_any(path, ignored)) continue;
+    if (path == "/derived/tokenizer" && old.is_null()) continue;  // not known then
     std::string key = path.substr(1);
     std::replace(key.begin(), key.end(), '/', '.');
     const std::string text = fmt::format("{}: {} → {}", key, old.dump(), value.dump());

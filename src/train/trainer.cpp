@@ -64,6 +64,8 @@ Trainer::Trainer(TrainConfig config, const nlohmann::json& settings, const std::
   });
   require_same_inputs();
   settings_["derived"] = {{"samples", sampler_->samples()}};
+  if (const std::string& tokenizer = train_file_->info().tokenizer; !tokenizer.empty())
+    settings_["derived"]["tokenizer"] = tokenizer;
   choose_checkpoint();
   if (nothing_to_do()) return;
   std::unique_ptr<HfWeights> weights;
@@ -512,7 +514,8 @@ void Trainer::save_model() {
   export_model(engine_->mesh(), engine_->model(), ExportWhat::weights, path);
   collectively(world_, [&] {
     if (world_.rank() == 0)
-      write_hf_config(config_.train.out + "/config.json", model_config_, DType::f32);
+      write_hf_config(config_.train.out + "/config.json", model_config_, DType::f32,
+                      train_file_->info().tokenizer);
   });
   if (world_.rank() == 0)
     say("outputs in {}: metrics.jsonl, run.json, and config.json + model.safetensors for Hugging "

@@ -57,6 +57,22 @@ class UnitTest : public testing::TestWithParam<const char*> {
 };
 INSTANTIATE_TEST_SUITE_P(Transports, UnitTest, testing::Values("shm", "mpi"));
 
+TEST_P(UnitTest, ForwardOnlyHoldsNoMomentsAndRefusesBackward) {
+  FsdpOptions options;
+  options.forward_only = true;
+  const Device& device = *test_backend().device;
+  const int64_t moments = device.bytes_held(Segment::moments);
+  Fixture unit(transport(), options);
+  EXPECT_EQ(device.bytes_held(Segment::moments), moments);
+  unit->init_parameters(1, 0.5f);
+  unit->wait();
+  EXPECT_NE(unit->param(0).as<float>()[0], 0);
+  EXPECT_NE(thrown([&] { unit->begin_grad(); }).find("forward only"), std::string::npos);
+  unit->reshard();
+  Fixture trains(transport());
+  EXPECT_GT(device.bytes_held(Segment::moments), moments);
+}
+
 TEST_P(UnitTest, StatesFollowTheLifeCycle) {
   Fixture unit(transport());
   unit->init_parameters(1, 0.5f);

@@ -53,6 +53,17 @@ TEST(TrainConfig, GlobalBatchThatDoesNotDivideIsRefusedWithTheNearestOnes) {
                   {"12", "4 ranks", "micro_batch 2", "= 8", "8 and 16"}));
 }
 
+// Checkpoints of versions that did not record it can be gone on with.
+TEST(TrainConfig, AnotherTokenizerChangesTheMathematics) {
+  const json none = {{"derived", {{"samples", 5}}}};
+  const json bytes = {{"derived", {{"samples", 5}, {"tokenizer", "bytes"}}}};
+  const json other = {{"derived", {{"samples", 5}, {"tokenizer", "qwen"}}}};
+  EXPECT_EQ(compare_runs(bytes, other).mathematics.size(), 1);
+  EXPECT_TRUE(compare_runs(bytes, bytes).mathematics.empty());
+  EXPECT_TRUE(compare_runs(none, bytes).mathematics.empty());
+  EXPECT_TRUE(compare_runs(bytes, none).mathematics.empty());
+}
+
 TEST(TrainConfig, SchedulesThatDoNotFit) {
   const json steps = {{"steps", 10}, {"global_batch", 8}};
   EXPECT_TRUE(has(refusal({{"train", steps}, {"schedule", {{"warmup_steps", 11}}}}), {"11", "10"}));
