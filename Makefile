@@ -134,12 +134,17 @@ include test/fuzz/fuzz.mk
 # With CUDA=1 the real thing; without, what runs the same sources on a CPU.
 include $(if $(filter 1,$(CUDA)),cuda/cuda.mk,test/cudasim/cudasim.mk)
 
+# What `qshard bench` records; only its object depends on it.
+$(BUILD)/obj/src/base/build_info.o: private FLAGS += -DQSHARD_COMMIT='"$(commit)"'
+$(BUILD)/obj/src/base/build_info.o: $(BUILD)/commit
+
 # Files that change only with their text: every object depends on one, the library on the other.
 # The macros of $(ARCH) tell when `native` is now another CPU, or the compiler a new one.
 commands = $(MPICXX) $(FLAGS) $(LIBS) \
            $(shell $(MPICXX) -march=$(ARCH) -dM -E -x c++ /dev/null | cksum)
 sources  = $(LIB_SRC)
-$(BUILD)/commands $(BUILD)/sources: FORCE
+commit  := $(shell git describe --always --dirty --abbrev=12 --exclude='*' 2>/dev/null)
+$(BUILD)/commands $(BUILD)/sources $(BUILD)/commit: FORCE
 	@mkdir -p $(@D)
 	@echo '$($(@F))' >$@.new; if cmp -s $@.new $@; then rm $@.new; else mv $@.new $@; fi
 

@@ -63,6 +63,7 @@ int run(int argc, char** argv, World& world) {
   add_data(app, command);
   add_ckpt(app, command);
   add_sample(app, command);
+  add_bench(app, command);
 
   require_same_command(argc, argv, world);
   int code = kExitDone;

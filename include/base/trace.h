@@ -30,7 +30,7 @@ struct Span {
   int64_t logical_bytes = 0,
           copied_bytes = 0;  // moved meanwhile, see Traffic in comm/collectives.h
   int ranks = 1, nodes = 1;  // that the transport connects, of its spans
-  int64_t flops = 0;
+  int64_t flops = 0, bytes = 0;  // bytes: least memory traffic of an operator, see traced_ops.h
   int64_t held_before = 0, held_after = 0;  // parameters and full gradients of all units, bytes
   int64_t unit_before = 0, unit_after = 0;  // parameters of `unit`, of spans of the transport
   std::vector<TraceTensor> tensors;

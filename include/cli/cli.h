@@ -18,5 +18,6 @@ void add_plan(CLI::App& app, Command& run);
 void add_data(CLI::App& app, Command& run);
 void add_ckpt(CLI::App& app, Command& run);
 void add_sample(CLI::App& app, Command& run);
+void add_bench(CLI::App& app, Command& run);
 
 }  // namespace qshard

@@ -6,10 +6,13 @@
 #pragma once
 
 #include <memory>
+#include <string>
 
 #include "tensor/tensor.h"
 
 namespace qshard::cpu {
+
+std::string gemm_library();  // "oneDNN 2.6.0"
 
 class Gemm {
  public:

@@ -2,7 +2,8 @@
 //
 // FLOPs are those of the mathematics, without recomputation: 2·N·O·I of a product, 4·D a pair of
 // positions of causal attention and twice that in backward; a few an element of everything else
-// (see traced_ops.cpp). A span ends when its results are there, on GPUs as well.
+// (see traced_ops.cpp). Bytes are the least traffic with memory: every operand read once, every
+// result written once, what is added to or updated in place both. A span ends when its results are there, on GPUs as well.
 #pragma once
 
 #include <span>

@@ -54,7 +54,8 @@ std::string CpuDevice::name() const {
 #else
   constexpr const char* isa = "baseline x86-64";
 #endif
-  return fmt::format("cpu ({}, {} thread{})", isa, threads_, threads_ == 1 ? "" : "s");
+  return fmt::format("cpu ({}, {}, {} thread{})", isa, cpu::gemm_library(), threads_,
+                     threads_ == 1 ? "" : "s");
 }
 
 // The compiler may have used any instruction set of its target, anywhere: better a message here

@@ -310,6 +310,11 @@ Operand Gemm::Impl::as_f32(const Operand& x, int64_t rows, int64_t cols,
   return {scratch.data(), DType::f32, is_transposed ? 1 : length, is_transposed ? length : 1};
 }
 
+std::string gemm_library() {
+  const dnnl_version_t* version = dnnl_version();
+  return fmt::format("oneDNN {}.{}.{}", version->major, version->minor, version->patch);
+}
+
 double CpuOps::measure_peak(DType param_dtype, double seconds) {
   // Operands of 4–8 MB: the rate is that of the cores, not of the memory.
   constexpr int64_t M = 1024, N = 2048, K = 1024;

@@ -12,6 +12,13 @@ OpTensor out(const char* name, const Tensor& t) { return {"out", name, t}; }
 // Pairs (query, key) of all heads and sequences that a causal mask leaves.
 int64_t causal_pairs(const AttentionShape& s) { return s.B * s.H * s.T * (s.T + 1) / 2; }
 
+int64_t size(const Tensor& t) { return t ? static_cast<int64_t>(t.bytes()) : 0; }
+
+// Of the rows that ids name, each as often as it is named.
+int64_t row_bytes(const Tensor& ids, const Tensor& table) {
+  return ids.numel() * table.cols() * static_cast<int64_t>(dtype_size(table.dtype));
+}
+
 int64_t product_flops(const Tensor& rows, const Tensor& w) {
   return 2 * rows.rows() * w.rows() * w.cols();
 }
@@ -33,21 +40,25 @@ class TracedOps final : public Ops {
         [&] { inner_->linear(x, w, y); });
   }
   void linear_dgrad(Tensor dy, Tensor w, Tensor dx, bool accumulate) override {
-    run("linear_dgrad", product_flops(dy, w), {in("dy", dy), weight("w", w), out("dx", dx)},
-        [&] { inner_->linear_dgrad(dy, w, dx, accumulate); });
+    run(
+        "linear_dgrad", product_flops(dy, w), {in("dy", dy), weight("w", w), out("dx", dx)},
+        [&] { inner_->linear_dgrad(dy, w, dx, accumulate); }, accumulate ? size(dx) : 0);
   }
   void linear_wgrad(Tensor dy, Tensor x, Tensor dw, bool accumulate) override {
-    run("linear_wgrad", product_flops(dy, dw), {in("dy", dy), in("x", x), out("dw", dw)},
-        [&] { inner_->linear_wgrad(dy, x, dw, accumulate); });
+    run(
+        "linear_wgrad", product_flops(dy, dw), {in("dy", dy), in("x", x), out("dw", dw)},
+        [&] { inner_->linear_wgrad(dy, x, dw, accumulate); }, accumulate ? size(dw) : 0);
   }
 
   void embedding(Tensor ids, Tensor w, Tensor x) override {
-    run("embedding", 0, {in("ids", ids), weight("w", w), out("x", x)},
-        [&] { inner_->embedding(ids, w, x); });
+    run(
+        "embedding", 0, {in("ids", ids), weight("w", w), out("x", x)},
+        [&] { inner_->embedding(ids, w, x); }, row_bytes(ids, w) - size(w));
   }
   void embedding_grad(Tensor ids, Tensor dx, Tensor dw) override {
-    run("embedding_grad", dx.numel(), {in("ids", ids), in("dx", dx), out("dw", dw)},
-        [&] { inner_->embedding_grad(ids, dx, dw); });
+    run(
+        "embedding_grad", dx.numel(), {in("ids", ids), in("dx", dx), out("dw", dw)},
+        [&] { inner_->embedding_grad(ids, dx, dw); }, 2 * row_bytes(ids, dw) - size(dw));
   }
 
   // Square, add, times rstd, times w.
@@ -68,10 +79,12 @@ class TracedOps final : public Ops {
   }
   void rms_norm_grad(Tensor dy, Tensor x, Tensor w, Tensor rstd, Tensor d_res, Tensor d_res_p,
                      Tensor dw, bool accumulate) override {
-    run("rms_norm_grad", 10 * x.numel(),
+    run(
+        "rms_norm_grad", 10 * x.numel(),
         {in("dy", dy), in("x", x), weight("w", w), in("rstd", rstd), out("d_res", d_res),
          out("dw", dw)},
-        [&] { inner_->rms_norm_grad(dy, x, w, rstd, d_res, d_res_p, dw, accumulate); });
+        [&] { inner_->rms_norm_grad(dy, x, w, rstd, d_res, d_res_p, dw, accumulate); },
+        size(d_res) + size(d_res_p) + (accumulate ? size(dw) : 0));
   }
 
   // The norm's 4 an element, the rotation's 3.
@@ -85,14 +98,16 @@ class TracedOps final : public Ops {
   void qk_norm_rope_grad(Tensor d_qk_out, Tensor qk_in, Tensor q_norm, Tensor k_norm, Tensor rope,
                          Tensor rstd, AttentionShape s, Tensor d_qk_in, Tensor dq_norm,
                          Tensor dk_norm, bool accumulate) override {
-    run("qk_norm_rope_grad", 13 * qk_in.numel(),
+    run(
+        "qk_norm_rope_grad", 13 * qk_in.numel(),
         {in("d_qk_out", d_qk_out), in("qk_in", qk_in), weight("q_norm", q_norm),
          weight("k_norm", k_norm), in("rope", rope), in("rstd", rstd), out("d_qk_in", d_qk_in),
          out("dq_norm", dq_norm), out("dk_norm", dk_norm)},
         [&] {
           inner_->qk_norm_rope_grad(d_qk_out, qk_in, q_norm, k_norm, rope, rstd, s, d_qk_in,
                                     dq_norm, dk_norm, accumulate);
-        });
+        },
+        accumulate ? size(dq_norm) + size(dk_norm) : 0);
   }
 
   void attention(Tensor q, Tensor k, Tensor v, AttentionShape s, Tensor o, Tensor lse) override {
@@ -119,14 +134,16 @@ class TracedOps final : public Ops {
 
   void cross_entropy(Tensor logits, Tensor labels, float scale, Tensor d_logits,
                      Tensor loss) override {
-    run("cross_entropy", 5 * logits.numel(),
+    run(
+        "cross_entropy", 5 * logits.numel(),
         {in("logits", logits), in("labels", labels), out("loss", loss)},
-        [&] { inner_->cross_entropy(logits, labels, scale, d_logits, loss); });
+        [&] { inner_->cross_entropy(logits, labels, scale, d_logits, loss); }, size(d_logits));
   }
 
   void adamw(Tensor p, Tensor g, Tensor m, Tensor v, Tensor p_out, const AdamWStep& s) override {
-    run("adamw", 14 * p.numel(), {in("g", g), out("p", p), out("m", m), out("v", v)},
-        [&] { inner_->adamw(p, g, m, v, p_out, s); });
+    run(
+        "adamw", 14 * p.numel(), {in("g", g), out("p", p), out("m", m), out("v", v)},
+        [&] { inner_->adamw(p, g, m, v, p_out, s); }, size(p) + size(m) + size(v) + size(p_out));
   }
 
   // Called by transports and for norms, losses and set-up: parts of other spans.
@@ -145,18 +162,23 @@ class TracedOps final : public Ops {
   }
 
  private:
+  // more_bytes: of operands that are not in the list, or are read as well as written.
   template <typename Fn>
-  void run(const char* name, int64_t flops, std::initializer_list<OpTensor> tensors, Fn operation) {
+  void run(const char* name, int64_t flops, std::initializer_list<OpTensor> tensors, Fn operation,
+           int64_t more_bytes = 0) {
     Span span = trace_.begin(Lane::compute, name);
     operation();
     if (trace_.recording()) {
       wait_for(*(tensors.end() - 1));
       span.flops = flops;
-      for (const OpTensor& t : tensors)
+      span.bytes = more_bytes;
+      for (const OpTensor& t : tensors) {
+        span.bytes += size(t.tensor);
         span.tensors.push_back({t.role,
                                 t.name,
                                 std::string(dtype_name(t.tensor.dtype)),
                                 {t.tensor.shape.begin(), t.tensor.shape.end()}});
+      }
     }
     trace_.end(span);
     if (observer_) observer_->after(span, tensors);
