@@ -11,17 +11,18 @@ namespace {
 
 // A unit of one matrix and one vector, with weights and gradients that a formula gives.
 struct SmallUnit {
-  std::unique_ptr<Collectives> collectives;
+  Sharding sharding;
   std::unique_ptr<Unit> unit;
 
   explicit SmallUnit(DType param_dtype) {
     FsdpOptions options;
     options.param_dtype = param_dtype;
-    collectives = make_collectives("mpi", test_world(), test_backend(), 1);
+    sharding.mesh = std::make_unique<Mesh>(test_world(), MeshShape{1, 1, "", 0});
+    sharding.collectives = make_collectives("mpi", test_world(), test_backend(), 1);
     unit =
         std::make_unique<Unit>("small", std::vector<ParamSpec>{{"matrix", {5, 7}}, {"vector", {9}}},
-                               true, true, options, test_world(), test_backend(), *collectives);
-    collectives->finish_setup();
+                               true, true, options, sharding, test_backend());
+    sharding.finish_setup();
     unit->attach();
     for (int i = 0; i < 2; ++i)
       for (int64_t j = 0; j < unit->master(i).numel(); ++j)
