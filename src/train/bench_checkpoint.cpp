@@ -1,8 +1,8 @@
 #include <filesystem>
 
-#include "backends.h"
 #include "train/bench.h"
 #include "train/checkpointer.h"
+#include "train/engine.h"
 #include "train/stopwatch.h"
 
 namespace qshard {
@@ -51,8 +51,8 @@ Document bench_checkpoint(const BenchOptions& o, const std::string& parent, Worl
   const Qwen3Config config = bench_model(o);
   FsdpOptions fsdp;
   fsdp.param_dtype = parse_dtype(o.param_dtype);
-  const auto transport = make_transport(o.transport, world, backend, fsdp.prefetch + 1);
-  Qwen3Model model(config, fsdp, 1, 1, world, backend, *transport);
+  Sharding sharding = make_sharding(o.transport, fsdp, world, backend);
+  Qwen3Model model(config, fsdp, 1, 1, sharding, backend);
   model.init_parameters(1);
   CheckpointState state;
   state.model = config.to_json();
@@ -67,18 +67,18 @@ Document bench_checkpoint(const BenchOptions& o, const std::string& parent, Worl
   CheckpointOptions options;
   options.save.keep_last = 1;
   {
-    Checkpointer saver(options, folder.path(), world, backend, model);
+    Checkpointer saver(options, folder.path(), *sharding.mesh, backend, model);
     doc["rows"].push_back(line_of("save", bytes, times([&] { saver.save(state); }, next)));
     const std::string path = find_checkpoint(world, folder.path(), [](const std::string&) {});
     const auto load = [&] {
-      load_checkpoint(world, path, checkpoint_tensors(world, model, false), false,
+      load_checkpoint(world, path, checkpoint_tensors(model, false), false,
                       Staging(*backend.device));
     };
     doc["rows"].push_back(line_of("load from the page cache", bytes, times(load, [] {})));
   }
   if (!world.threads_may_call()) return doc;
   options.async = true;
-  Checkpointer saver(options, folder.path(), world, backend, model);
+  Checkpointer saver(options, folder.path(), *sharding.mesh, backend, model);
   const auto settle = [&] { saver.finish(), next(); };
   doc["rows"].push_back(
       line_of("save in the background: held up", bytes, times([&] { saver.save(state); }, settle)));

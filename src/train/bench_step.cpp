@@ -1,7 +1,6 @@
 #include <algorithm>
 #include <map>
 
-#include "backends.h"
 #include "comm/traced_collectives.h"
 #include "device/traced_ops.h"
 #include "train/bench.h"
@@ -37,17 +36,18 @@ FsdpOptions fsdp_of(const BenchOptions& o) {
 
 constexpr double kRate = 1e-5;  // of learning: so small that random tokens do no harm
 
-std::unique_ptr<Engine> make_engine(const BenchOptions& o, std::unique_ptr<Collectives> transport,
-                                    World& world, Backend& backend) {
-  auto engine = std::make_unique<Engine>(bench_model(o), fsdp_of(o), AdamWOptions(),
-                                         std::move(transport), o.batch, o.seq, world, backend);
+std::unique_ptr<Engine> make_engine(const BenchOptions& o, World& world, Backend& backend,
+                                    const WrapTransport& wrap = nullptr) {
+  const FsdpOptions fsdp = fsdp_of(o);
+  auto engine = std::make_unique<Engine>(bench_model(o), fsdp, AdamWOptions(),
+                                         make_sharding(o.transport, fsdp, world, backend, wrap),
+                                         o.batch, o.seq, backend);
   engine->model().init_parameters(1);
   return engine;
 }
 
 std::vector<double> times_of_steps(const BenchOptions& o, World& world, Backend& backend) {
-  auto engine = make_engine(o, make_transport(o.transport, world, backend, fsdp_of(o).prefetch + 1),
-                            world, backend);
+  auto engine = make_engine(o, world, backend);
   const SomeTokens tokens(backend.device->host(), o.batch * o.seq, world.rank(),
                           engine->model().config().vocab_size);
   Stopwatch watch(world, *backend.device, o.warm_up, o.repeats);
@@ -82,9 +82,10 @@ Kinds trace_steps(const BenchOptions& o, World& world, Backend& backend,
   Trace trace;
   trace.record(false);
   const TracedBackend traced(backend, trace);
-  auto transport = make_traced_collectives(
-      make_transport(o.transport, world, backend, fsdp_of(o).prefetch + 1), world, trace);
-  auto engine = make_engine(o, std::move(transport), world, backend);
+  auto engine = make_engine(o, world, backend,
+                            [&](std::unique_ptr<Collectives> transport, const World& ranks) {
+                              return make_traced_collectives(std::move(transport), ranks, trace);
+                            });
   const SomeTokens tokens(backend.device->host(), o.batch * o.seq, world.rank(),
                           engine->model().config().vocab_size);
   Stopwatch once(world, *backend.device, 0, 1);

@@ -5,11 +5,11 @@
 #include <filesystem>
 #include <sstream>
 
-#include "backends.h"
 #include "io/checkpoint.h"
 #include "model/qwen3_model.h"
 #include "model/qwen3_params.h"
 #include "train/checkpointer.h"
+#include "train/engine.h"
 #include "train/export.h"
 #include "train/hf_folder.h"
 
@@ -54,7 +54,7 @@ void require_usable(const TrainedModel& from, const GenerateOptions& o) {
 void load_weights(const TrainedModel& from, const World& world, Backend& backend, Qwen3Model& model,
                   const HfWeights* folder, const Warn& warn) {
   if (folder) return import_weights(world, model, *folder, warn);
-  load_checkpoint(world, from.path, checkpoint_tensors(world, model, true), true,
+  load_checkpoint(world, from.path, checkpoint_tensors(model, true), true,
                   Staging(*backend.device));
   for (int u = 0; u < model.num_units(); ++u) {
     model.unit(u).cast_to_compute();
@@ -170,8 +170,8 @@ void generate(const TrainedModel& from, const GenerateOptions& options, World& w
   fsdp.forward_only = true;
   const int64_t needed = static_cast<int64_t>(options.prompt.size()) + options.tokens - 1;
   const int64_t T = std::min(options.window > 0 ? options.window : from.context, needed);
-  const auto transport = make_transport(options.transport, world, backend, fsdp.prefetch + 1);
-  Qwen3Model model(from.config, fsdp, 1, T, world, backend, *transport);
+  Sharding sharding = make_sharding(options.transport, fsdp, world, backend);
+  Qwen3Model model(from.config, fsdp, 1, T, sharding, backend);
   load_weights(from, world, backend, model, folder.get(), warn);
 
   Sampling sampling(options, world, model);
