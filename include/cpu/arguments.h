@@ -7,7 +7,7 @@ namespace qshard::cpu {
 
 [[noreturn]] void fail_dtype(const char* op, const char* name, DType dtype, const char* allowed);
 
-// Calls f(T{}) with T = float or bf16_t, the dtypes of parameters and activations.
+// Calls f(T{}) with the T of f32, bf16 or fp16: of parameters, activations, and what a cast knows.
 template <typename F>
 void with_dtype(const char* op, const char* name, DType dtype, F&& f) {
   switch (dtype) {
@@ -15,8 +15,10 @@ void with_dtype(const char* op, const char* name, DType dtype, F&& f) {
       return f(float{});
     case DType::bf16:
       return f(bf16_t{});
+    case DType::fp16:
+      return f(fp16_t{});
     default:
-      fail_dtype(op, name, dtype, "f32 or bf16");
+      fail_dtype(op, name, dtype, "f32, bf16 or fp16");
   }
 }
 

@@ -17,7 +17,8 @@
 
 namespace qshard::cpu {
 
-// How bf16 tensors are multiplied: in pairs by avx512_bf16, or converted to f32.
+// How bf16 tensors are multiplied: in pairs by avx512_bf16, or converted to f32. fp16 ones are
+// always converted.
 enum class Bf16Products { native, converted };
 inline constexpr Bf16Products kBestBf16Products =
 #ifdef __AVX512BF16__

@@ -1,8 +1,9 @@
 // Matrix products of the CPU backend, by oneDNN. The only door to that library.
 //
-// bf16 products accumulate in f32. On a CPU without avx512_bf16, oneDNN's bf16 products are several
-// times slower than f32 ones (38 against 117 GFLOP/s measured), so the operands are converted to
-// f32 first; `native_bf16` = false forces that way.
+// bf16 and fp16 products accumulate in f32. On a CPU without avx512_bf16, oneDNN's bf16 products
+// are several times slower than f32 ones (38 against 117 GFLOP/s measured), and fp16 ones it has
+// for CPUs with fp16 arithmetic only: elsewhere operands are converted to f32, a block at a time;
+// `native` = false forces that way.
 #pragma once
 
 #include <memory>
@@ -16,11 +17,13 @@ std::string gemm_library();  // "oneDNN 2.6.0"
 
 class Gemm {
  public:
-  // `native_bf16` has no effect where the CPU lacks the instructions.
-  explicit Gemm(int threads, bool native_bf16 = true);
+  // `native` has no effect where CPU or library lack 16-bit products.
+  explicit Gemm(int threads, bool native = true);
   ~Gemm();
   Gemm(const Gemm&) = delete;
   Gemm& operator=(const Gemm&) = delete;
+
+  std::string describe(DType dtype) const;  // what products of it are computed in
 
   // The three products of a linear layer; shapes, dtypes and views as in device/ops.h.
   void linear(Tensor x, Tensor w, Tensor y);

@@ -20,6 +20,7 @@ class CpuOps final : public Ops {
   void linear_wgrad(Tensor dy, Tensor x, Tensor dw, bool accumulate) override {
     gemm_.linear_wgrad(dy, x, dw, accumulate);
   }
+  std::string products(DType param_dtype) const override { return gemm_.describe(param_dtype); }
   double measure_peak(DType param_dtype, double seconds) override;
 
   void embedding(Tensor ids, Tensor w, Tensor x) override;

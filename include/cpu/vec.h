@@ -14,7 +14,7 @@
 
 #include "tensor/tensor.h"
 
-#ifdef __AVX512F__
+#if defined(__AVX512F__) || defined(__F16C__)
 #include <immintrin.h>
 #endif
 
@@ -35,6 +35,14 @@ typedef int32_t VecI __attribute__((vector_size(4 * kLanes)));
 typedef uint32_t VecU __attribute__((vector_size(4 * kLanes)));
 typedef uint16_t VecH __attribute__((vector_size(2 * kLanes)));
 typedef double VecD __attribute__((vector_size(8 * kLanes)));
+
+#ifdef __AVX512F__
+// The unmasked forms of some intrinsics make GCC 12 warn about its own header.
+inline constexpr __mmask16 kAllLanes = 0xffff;
+#endif
+#if defined(__AVX512F__) || defined(__F16C__)
+inline constexpr int kNearestEven = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+#endif
 
 struct Full {
   static constexpr int64_t count = kLanes;
@@ -69,7 +77,7 @@ QS_INLINE VecH narrow(Vec x, bf16_t) {
 
 // fp16 has 5 exponent bits of bias 15. Shifted into place they read as an f32 that is 2^112 too
 // small, subnormals included, so one exact multiplication widens everything but infinity and NaN.
-QS_INLINE Vec widen(VecH h, fp16_t) {
+QS_INLINE Vec widen_fp16_by_parts(VecH h) {
   const VecU u = __builtin_convertvector(h, VecU);
   const VecU magnitude = (u & 0x7fffu) << 13;
   const VecU finite = bits_of(from_bits(magnitude) * 0x1p112f);
@@ -78,7 +86,7 @@ QS_INLINE Vec widen(VecH h, fp16_t) {
   return from_bits(select(is_special, special, finite) | ((u & 0x8000u) << 16));
 }
 
-QS_INLINE VecH narrow(Vec x, fp16_t) {
+QS_INLINE VecH narrow_fp16_by_parts(Vec x) {
   const VecU u = bits_of(x);
   const VecU magnitude = u & 0x7fffffffu;
   const VecU normal = (magnitude - (112u << 23) + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
@@ -89,6 +97,19 @@ QS_INLINE VecH narrow(Vec x, fp16_t) {
   h = select(x != x, VecU{} + 0x7e00u, h);
   return __builtin_convertvector(h | ((u >> 16) & 0x8000u), VecH);
 }
+
+#if defined(__AVX512F__)
+QS_INLINE Vec widen(VecH h, fp16_t) { return (Vec)_mm512_maskz_cvtph_ps(kAllLanes, (__m256i)h); }
+QS_INLINE VecH narrow(Vec x, fp16_t) {
+  return (VecH)_mm512_maskz_cvtps_ph(kAllLanes, (__m512)x, kNearestEven);
+}
+#elif defined(__AVX2__) && defined(__F16C__)
+QS_INLINE Vec widen(VecH h, fp16_t) { return (Vec)_mm256_cvtph_ps((__m128i)h); }
+QS_INLINE VecH narrow(Vec x, fp16_t) { return (VecH)_mm256_cvtps_ph((__m256)x, kNearestEven); }
+#else
+QS_INLINE Vec widen(VecH h, fp16_t) { return widen_fp16_by_parts(h); }
+QS_INLINE VecH narrow(Vec x, fp16_t) { return narrow_fp16_by_parts(x); }
+#endif
 
 // --- loads and stores
 template <typename V, typename T>
@@ -154,11 +175,6 @@ QS_INLINE float lane_max(Vec v) {
   return max;
 }
 QS_INLINE Vec max(Vec a, Vec b) { return select(a > b, a, b); }
-
-#ifdef __AVX512F__
-// The unmasked intrinsics of these make GCC 12 warn about its own header.
-inline constexpr __mmask16 kAllLanes = 0xffff;
-#endif
 
 // Square root, exactly rounded.
 QS_INLINE Vec sqrt(Vec x) {

@@ -1,7 +1,7 @@
 // The operators of a Qwen3 step, behind one interface with one implementation a backend.
 //
 // Dimensions: N = B·T tokens, B sequences of T, C hidden, H query heads, K kv heads, D head_dim,
-// F ffn, V vocabulary rows. dtypes: P = param_dtype (f32, bf16; fp16), R = dtype of the residual
+// F ffn, V vocabulary rows. dtypes: P = param_dtype (f32, bf16, fp16), R = dtype of the residual
 // stream (f32 or P), everything else as stated. Sums, statistics, softmax and loss are f32 or
 // wider. An output marked += adds to what is there; `accumulate` chooses between = and +=. Tensors
 // may have ld > cols where a comment says "view". Results do not depend on the number of threads
@@ -97,8 +97,8 @@ class Ops {
   virtual void add_sum_squares(Tensor x, Tensor total) = 0;
   virtual void cast(Tensor from,
                     Tensor to) = 0;  // f32 ↔ bf16/fp16, round to nearest even; also a plain copy
-  // out (f32) (+)= scale · Σ_i parts[i], summed in the order of parts in f32; parts f32 or bf16, n
-  // elements each.
+  // out (f32) (+)= scale · Σ_i parts[i], summed in the order of parts in f32; parts f32, bf16 or
+  // fp16, n elements each.
   virtual void sum_parts(std::span<const Tensor> parts, float scale, Tensor out,
                          bool accumulate) = 0;
   // Element j of `out` (f32) = std · normal(seed, stream, first + j): counter-based, independent of
@@ -110,6 +110,11 @@ class Ops {
   // Names what the following operators are for, e.g. ("layers.0", "forward", "6 o_proj"): for a
   // traced backend, see [Note: Tracing]. On the CPU it is also where the device is polled.
   virtual void mark(const std::string& /*unit*/, const char* /*phase*/, const char* /*step*/) {}
+
+  // What products of operands of this dtype are computed in, for the start log: "bf16".
+  virtual std::string products(DType param_dtype) const {
+    return std::string(dtype_name(param_dtype));
+  }
 
   // FLOP/s of a large product on this rank's threads, measured now for about `seconds`.
   virtual double measure_peak(DType param_dtype, double seconds) = 0;

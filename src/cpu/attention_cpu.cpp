@@ -373,6 +373,7 @@ Rows<P> head_rows(const Tensor& t, const AttentionShape& s, int64_t batch, int64
 template <typename F>
 void with_units(DType dtype, [[maybe_unused]] Bf16Products products, F&& f) {
   if (dtype == DType::f32) return f(float{}, SingleF32{});
+  if (dtype == DType::fp16) return f(fp16_t{}, SingleF32{});
 #ifdef __AVX512BF16__
   if (products == Bf16Products::native) return f(bf16_t{}, PairBf16{});
 #endif
@@ -423,7 +424,8 @@ void expect_attention(const char* op, const AttentionShape& s, DType dtype) {
   QS_CHECK(s.B >= 0 && s.T >= 1 && s.K >= 1 && s.H % s.K == 0 && s.D >= 2 && s.D % 2 == 0,
            "{}: B {} T {} H {} K {} D {}: H must be a multiple of K and D even", op, s.B, s.T, s.H,
            s.K, s.D);
-  if (dtype != DType::f32 && dtype != DType::bf16) fail_dtype(op, "q", dtype, "f32 or bf16");
+  if (dtype != DType::f32 && dtype != DType::bf16 && dtype != DType::fp16)
+    fail_dtype(op, "q", dtype, "f32, bf16 or fp16");
 }
 
 }  // namespace

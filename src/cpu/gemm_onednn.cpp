@@ -38,7 +38,14 @@ struct Product {
 };
 
 dnnl::memory::data_type onednn_type(DType dtype) {
-  return dtype == DType::f32 ? dnnl::memory::data_type::f32 : dnnl::memory::data_type::bf16;
+  switch (dtype) {
+    case DType::bf16:
+      return dnnl::memory::data_type::bf16;
+    case DType::fp16:
+      return dnnl::memory::data_type::f16;
+    default:
+      return dnnl::memory::data_type::f32;
+  }
 }
 
 dnnl::memory::desc descriptor(int64_t rows, int64_t cols, const Operand& x) {
@@ -51,7 +58,30 @@ void clear(const Operand& c, int64_t rows, int64_t cols) {
     std::memset(static_cast<char*>(c.data) + i * c.row * size, 0, static_cast<size_t>(cols * size));
 }
 
+dnnl::matmul::primitive_desc matmul_desc(const dnnl::engine& engine, const dnnl::memory::desc& a,
+                                         const dnnl::memory::desc& b, const dnnl::memory::desc& c,
+                                         const dnnl::primitive_attr& attr) {
+#if DNNL_VERSION_MAJOR >= 3
+  return {engine, a, b, c, attr};
+#else
+  return {dnnl::matmul::desc(a, b, c), attr, engine};
+#endif
+}
+
 bool cpu_multiplies_bf16() { return __builtin_cpu_supports("avx512bf16"); }
+
+// oneDNN 3 has fp16 products for CPUs with fp16 arithmetic; its reference loops are slower than f32
+// products of converted operands.
+bool onednn_multiplies_fp16(const dnnl::engine& engine) {
+  using dnnl::memory;
+  const memory::desc square({64, 64}, memory::data_type::f16, memory::dims{64, 1});
+  try {
+    const std::string kernel = matmul_desc(engine, square, square, square, {}).impl_info_str();
+    return !kernel.starts_with("ref");
+  } catch (const dnnl::error&) {
+    return false;
+  }
+}
 
 void expect_output(const char* op, const char* name, const Tensor& t, DType param,
                    const Shape& shape) {
@@ -59,10 +89,8 @@ void expect_output(const char* op, const char* name, const Tensor& t, DType para
 }
 
 void expect_products_of(const char* op, DType param) {
-  if (param == DType::fp16)
-    fail("{}: fp16 products are not available on the CPU: use param_dtype bf16 or f32", op);
-  if (param != DType::f32 && param != DType::bf16)
-    fail_dtype(op, "an operand", param, "f32 or bf16");
+  if (param != DType::f32 && param != DType::bf16 && param != DType::fp16)
+    fail_dtype(op, "an operand", param, "f32, bf16 or fp16");
 }
 
 // [Note: products and threads]
@@ -72,6 +100,9 @@ void expect_products_of(const char* op, DType param) {
 // one thread, against one call for the whole: x·wᵀ takes 1–7 % longer, the gradients -5–4 % (Zen 4,
 // small30m).
 constexpr int64_t kTileHeight = 256, kTileWidth = 512;
+
+// Operands are converted block by block: 32 MiB of f32 at most, whatever the size of the product.
+constexpr int64_t kBlockHeight = 1024, kBlockWidth = 2048, kBlockDepth = 2048;
 
 struct Cut {  // of n rows or columns into equal parts; the last one may be shorter
   Cut(int64_t n, int64_t largest) : total(n), parts((n + largest - 1) / largest) {
@@ -89,6 +120,15 @@ Operand offset(const Operand& x, int64_t row, int64_t col) {
           x.dtype, x.row, x.col};
 }
 
+Product block_of(const Product& p, int64_t row, int64_t rows, int64_t col, int64_t cols) {
+  Product block = p;
+  block.m = rows, block.n = cols;
+  block.a = offset(p.a, row, 0);
+  block.b = offset(p.b, 0, col);
+  block.c = offset(p.c, row, col);
+  return block;
+}
+
 // oneDNN asks OpenMP for the number of threads of the calling thread.
 class OneThread {
  public:
@@ -103,14 +143,17 @@ class OneThread {
 
 struct Gemm::Impl {
   Impl(int threads, bool native)
-      : team(threads), native_bf16(native), scratchpads(static_cast<size_t>(threads)) {}
+      : team(threads),
+        native_bf16(native && cpu_multiplies_bf16()),
+        native_fp16(native && onednn_multiplies_fp16(engine)),
+        scratchpads(static_cast<size_t>(threads)) {}
 
   dnnl::engine engine{dnnl::engine::kind::cpu, 0};
   dnnl::stream stream{engine};
   Team team;
-  bool native_bf16;
+  bool native_bf16, native_fp16;
   std::vector<std::vector<std::byte>> scratchpads;  // of each thread
-  std::vector<float> a_f32, b_f32, c_f32;  // converted operands where bf16 products are not native
+  std::vector<float> a_f32, b_f32, c_f32;           // blocks of converted operands
 
   // Making a kernel costs 0.2–0.45 ms, and a run uses a few dozen. The key is all that oneDNN's
   // choice depends on. The bound only matters if shapes change all the time.
@@ -122,8 +165,11 @@ struct Gemm::Impl {
   static constexpr size_t kMaxKernels = 512;
   std::map<Key, Kernel> kernels;
 
+  bool native(DType dtype) const {
+    return dtype == DType::f32 || (dtype == DType::bf16 ? native_bf16 : native_fp16);
+  }
   void multiply(const Product& p);
-  void multiply_converted(Product p);
+  void multiply_converted(Product block);
   void multiply_tiles(const Product& p);
   void multiply_matmul(const Product& p, int thread);
   void make_kernel(const Product& p);
@@ -136,9 +182,13 @@ struct Gemm::Impl {
   Operand as_f32(const Operand& x, int64_t rows, int64_t cols, std::vector<float>& scratch) const;
 };
 
-Gemm::Gemm(int threads, bool native_bf16)
-    : impl_(std::make_unique<Impl>(threads, native_bf16 && cpu_multiplies_bf16())) {}
+Gemm::Gemm(int threads, bool native) : impl_(std::make_unique<Impl>(threads, native)) {}
 Gemm::~Gemm() = default;
+
+std::string Gemm::describe(DType dtype) const {
+  const std::string name(dtype_name(dtype));
+  return impl_->native(dtype) ? name : fmt::format("f32 (oneDNN has no fast {} here)", name);
+}
 
 void Gemm::linear(Tensor x, Tensor w, Tensor y) {
   expect_rank("linear", "x", x, 2);
@@ -176,20 +226,35 @@ void Gemm::linear_wgrad(Tensor dy, Tensor x, Tensor dw, bool accumulate) {
 void Gemm::Impl::multiply(const Product& p) {
   if (p.m == 0 || p.n == 0) return;
   if (p.k == 0) return p.accumulate ? void() : clear(p.c, p.m, p.n);
-  if (p.a.dtype == DType::bf16 && !native_bf16) return multiply_converted(p);
-  multiply_tiles(p);
+  if (native(p.a.dtype)) return multiply_tiles(p);
+  for (int64_t col = 0; col < p.n; col += kBlockWidth)
+    for (int64_t row = 0; row < p.m; row += kBlockHeight)
+      multiply_converted(block_of(p, row, std::min(kBlockHeight, p.m - row), col,
+                                  std::min(kBlockWidth, p.n - col)));
 }
 
 void Gemm::Impl::multiply_converted(Product p) {
-  p.a = as_f32(p.a, p.m, p.k, a_f32);
-  p.b = as_f32(p.b, p.k, p.n, b_f32);
-  if (p.c.dtype == DType::f32) return multiply(p);
-  const Operand c = std::exchange(p.c, as_f32(p.c, p.m, p.n, c_f32));
-  multiply(p);
-  for_each_row(p.m, [&](int64_t i) {
-    const float* from = c_f32.data() + i * p.n;
-    bf16_t* to = static_cast<bf16_t*>(c.data) + i * c.row;
-    for_each_vec(p.n, [&](int64_t j, auto lanes) { store(to + j, load(from + j, lanes), lanes); });
+  const Operand c = p.c;
+  if (c.dtype != DType::f32) {
+    c_f32.resize(static_cast<size_t>(p.m * p.n));
+    p.c = p.accumulate ? as_f32(c, p.m, p.n, c_f32) : Operand{c_f32.data(), DType::f32, p.n, 1};
+  }
+  for (int64_t first = 0; first < p.k; first += kBlockDepth) {
+    Product part = p;
+    part.k = std::min(kBlockDepth, p.k - first);
+    part.a = as_f32(offset(p.a, 0, first), p.m, part.k, a_f32);
+    part.b = as_f32(offset(p.b, first, 0), part.k, p.n, b_f32);
+    part.accumulate = p.accumulate || first > 0;
+    multiply_tiles(part);
+  }
+  if (c.dtype == DType::f32) return;
+  with_dtype("a product", "its result", c.dtype, [&]<typename T>(T) {
+    for_each_row(p.m, [&](int64_t i) {
+      const float* from = c_f32.data() + i * p.n;
+      T* to = static_cast<T*>(c.data) + i * c.row;
+      for_each_vec(p.n,
+                   [&](int64_t j, auto lanes) { store(to + j, load(from + j, lanes), lanes); });
+    });
   });
 }
 
@@ -209,12 +274,7 @@ void multiply_sgemm(const Product& p) {
 }
 
 Product tile_of(const Product& p, const Cut& rows, const Cut& cols, int64_t row, int64_t col) {
-  Product tile = p;
-  tile.m = rows.size(row), tile.n = cols.size(col);
-  tile.a = offset(p.a, row * rows.step, 0);
-  tile.b = offset(p.b, 0, col * cols.step);
-  tile.c = offset(p.c, row * rows.step, col * cols.step);
-  return tile;
+  return block_of(p, row * rows.step, rows.size(row), col * cols.step, cols.size(col));
 }
 
 }  // namespace
@@ -282,11 +342,7 @@ void Gemm::Impl::make_kernel(const Product& p) {
   const auto a = descriptor(p.m, p.k, p.a), b = descriptor(p.k, p.n, p.b);
   const auto c = descriptor(p.m, p.n, p.c);
   try {
-#if DNNL_VERSION_MAJOR >= 3
-    dnnl::matmul::primitive_desc desc(engine, a, b, c, attr);
-#else
-    dnnl::matmul::primitive_desc desc(dnnl::matmul::desc(a, b, c), attr, engine);
-#endif
+    const dnnl::matmul::primitive_desc desc = matmul_desc(engine, a, b, c, attr);
     kernels.emplace(key, Kernel{desc, dnnl::matmul(desc)});
   } catch (const dnnl::error& e) {
     fail("oneDNN has no product {} x {} x {} of {}: {} (status {})", p.m, p.n, p.k,
@@ -301,11 +357,13 @@ Operand Gemm::Impl::as_f32(const Operand& x, int64_t rows, int64_t cols,
   const int64_t lines = is_transposed ? cols : rows, length = is_transposed ? rows : cols;
   const int64_t line_distance = is_transposed ? x.col : x.row;
   scratch.resize(static_cast<size_t>(lines * length));
-  for_each_row(lines, [&](int64_t line) {
-    const bf16_t* from = static_cast<const bf16_t*>(x.data) + line * line_distance;
-    float* to = scratch.data() + line * length;
-    for_each_vec(length,
-                 [&](int64_t i, auto lanes) { store(to + i, load(from + i, lanes), lanes); });
+  with_dtype("a product", "an operand", x.dtype, [&]<typename T>(T) {
+    for_each_row(lines, [&](int64_t line) {
+      const T* from = static_cast<const T*>(x.data) + line * line_distance;
+      float* to = scratch.data() + line * length;
+      for_each_vec(length,
+                   [&](int64_t i, auto lanes) { store(to + i, load(from + i, lanes), lanes); });
+    });
   });
   return {scratch.data(), DType::f32, is_transposed ? 1 : length, is_transposed ? length : 1};
 }

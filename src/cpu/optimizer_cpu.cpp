@@ -46,21 +46,6 @@ void cast_row(const From* from, To* to, int64_t n) {
   for_each_vec(n, [&](int64_t i, auto lanes) { store(to + i, load(from + i, lanes), lanes); });
 }
 
-// f(T{}) for the dtypes a cast knows.
-template <typename F>
-void with_float_dtype(const char* op, DType dtype, F&& f) {
-  switch (dtype) {
-    case DType::f32:
-      return f(float{});
-    case DType::bf16:
-      return f(bf16_t{});
-    case DType::fp16:
-      return f(fp16_t{});
-    default:
-      fail_dtype(op, "an argument", dtype, "f32, bf16 or fp16");
-  }
-}
-
 struct AdamWFactors {
   float decay, beta1, beta2, eps, grad_scale, step_size, root_scale;
   explicit AdamWFactors(const AdamWStep& s)
@@ -135,8 +120,8 @@ void CpuOps::cast(Tensor from, Tensor to) {
   if (from.numel() == 0) return;
   const bool flat = from.contiguous() && to.contiguous();
   const int64_t rows = flat ? 1 : from.rows(), cols = from.numel() / rows;
-  with_float_dtype("cast", from.dtype, [&]<typename From>(From) {
-    with_float_dtype("cast", to.dtype, [&]<typename To>(To) {
+  with_dtype("cast", "from", from.dtype, [&]<typename From>(From) {
+    with_dtype("cast", "to", to.dtype, [&]<typename To>(To) {
       for (int64_t row = 0; row < rows; ++row)
         team_.ranges(cols, kGrain, [&](int64_t begin, int64_t end) {
           cast_row(from.as<From>() + row * from.ld + begin, to.as<To>() + row * to.ld + begin,
@@ -193,7 +178,7 @@ void CpuOps::init_normal(Tensor out, uint64_t seed, uint64_t stream, int64_t fir
 
 void CpuOps::fill(Tensor out, float value) {
   expect_contiguous("fill", "out", out, out.dtype, out.shape);
-  with_float_dtype("fill", out.dtype, [&]<typename T>(T) {
+  with_dtype("fill", "out", out.dtype, [&]<typename T>(T) {
     team_.ranges(out.numel(), kGrain, [&](int64_t begin, int64_t end) {
       T* to = out.as<T>() + begin;
       for_each_vec(end - begin, [&](int64_t i, auto lanes) { store(to + i, splat(value), lanes); });

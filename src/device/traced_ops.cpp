@@ -157,6 +157,7 @@ class TracedOps final : public Ops {
     inner_->init_normal(to, seed, stream, first, std);
   }
   void fill(Tensor to, float value) override { inner_->fill(to, value); }
+  std::string products(DType param_dtype) const override { return inner_->products(param_dtype); }
   double measure_peak(DType param_dtype, double seconds) override {
     return inner_->measure_peak(param_dtype, seconds);
   }

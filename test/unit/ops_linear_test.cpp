@@ -74,6 +74,49 @@ INSTANTIATE_TEST_SUITE_P(Bf16, Linear,
                          testing::Combine(testing::Values(DType::bf16),
                                           testing::Values(DType::f32, DType::bf16),
                                           testing::ValuesIn(kDims), testing::Bool()));
+INSTANTIATE_TEST_SUITE_P(Fp16, Linear,
+                         testing::Combine(testing::Values(DType::fp16),
+                                          testing::Values(DType::f32, DType::fp16),
+                                          testing::ValuesIn(kDims), testing::Bool()));
+
+// A product larger than one block of converted operands in each direction, with parts at the ends.
+// Every element is a sum of whole numbers that f32 holds.
+TEST(LinearConverted, InBlocks) {
+  constexpr int64_t N = 1030, I = 2059, O = 2050;
+  cpu::Gemm gemm(1, false);
+  for (DType dtype : {DType::bf16, DType::fp16}) {
+    Matrix x(dtype, N, I), w(dtype, O, I), y(DType::f32, N, O), half(dtype, N, O);
+    const auto small = [](int64_t i, int64_t j) {
+      return static_cast<double>((i + 3 * j) % 5 - 2);
+    };
+    for (int64_t i = 0; i < N; ++i)
+      for (int64_t j = 0; j < I; ++j) x.set(i, j, small(i, j));
+    for (int64_t i = 0; i < O; ++i)
+      for (int64_t j = 0; j < I; ++j) w.set(i, j, small(j, i));
+    for (int64_t n = 0; n < N; ++n) half.set(n, n, 1);
+    gemm.linear(x.tensor(), w.tensor(), y.tensor());
+    gemm.linear(x.tensor(), w.tensor(), half.tensor());
+    for (int64_t n : {int64_t{0}, int64_t{1023}, int64_t{1024}, N - 1})
+      for (int64_t o : {int64_t{0}, int64_t{2047}, int64_t{2048}, O - 1}) {
+        double sum = 0;
+        for (int64_t i = 0; i < I; ++i) sum += small(n, i) * small(i, o);
+        EXPECT_EQ(y.get(n, o), sum) << n << " " << o;
+        EXPECT_EQ(half.get(n, o), rounded(dtype, sum)) << n << " " << o;
+      }
+    Matrix dx(dtype, N, I, Values(N * I, 1));
+    gemm.linear_dgrad(half.tensor(), w.tensor(), dx.tensor(), true);
+    double sum = 1;
+    for (int64_t o = 0; o < O; ++o) sum += half.get(N - 1, o) * small(I - 1, o);
+    EXPECT_NEAR(dx.get(N - 1, I - 1), sum, std::abs(sum) * tolerance(dtype));
+  }
+}
+
+TEST(LinearConverted, SaysWhatItComputesIn) {
+  const cpu::Gemm gemm(1, false);
+  EXPECT_EQ(gemm.describe(DType::f32), "f32");
+  EXPECT_NE(gemm.describe(DType::bf16).find("f32 (oneDNN has no fast bf16"), std::string::npos);
+  EXPECT_NE(gemm.describe(DType::fp16).find("f32 (oneDNN has no fast fp16"), std::string::npos);
+}
 
 TEST(LinearEdges, NoTokens) {
   Matrix x(DType::f32, 0, 8), w = Matrix::random(DType::f32, 4, 8, 1), y(DType::f32, 0, 4);
@@ -111,7 +154,7 @@ TEST(LinearErrors, ShapesAndDtypes) {
 }
 
 TEST(MeasurePeak, IsAFiniteRate) {
-  for (DType dtype : {DType::f32, DType::bf16}) {
+  for (DType dtype : {DType::f32, DType::bf16, DType::fp16}) {
     const double rate = test_ops().measure_peak(dtype, 0.01);
     EXPECT_GT(rate, 1e8);
     EXPECT_LT(rate, 1e15);

@@ -34,7 +34,9 @@ TEST_P(Embedding, RowsAndTheirGradient) {
 INSTANTIATE_TEST_SUITE_P(Dtypes, Embedding,
                          testing::Values(std::pair{DType::f32, DType::f32},
                                          std::pair{DType::f32, DType::bf16},
-                                         std::pair{DType::bf16, DType::bf16}));
+                                         std::pair{DType::bf16, DType::bf16},
+                                         std::pair{DType::f32, DType::fp16},
+                                         std::pair{DType::fp16, DType::fp16}));
 
 // --- SwiGLU
 Values swiglu(const Values& gu, size_t F) {
@@ -66,7 +68,7 @@ TEST_P(SwiGlu, ForwardAndGradient) {
   EXPECT_EQ(gu.values(), d_gu.values());
 }
 INSTANTIATE_TEST_SUITE_P(Shapes, SwiGlu,
-                         testing::Combine(testing::Values(DType::f32, DType::bf16),
+                         testing::Combine(testing::Values(DType::f32, DType::bf16, DType::fp16),
                                           testing::Values(1, 16, 45), testing::Values(0, 7)));
 
 TEST(SwiGluEdges, LargeGates) {
@@ -141,7 +143,7 @@ TEST_P(CrossEntropy, LossAndGradient) {
   }
 }
 INSTANTIATE_TEST_SUITE_P(Shapes, CrossEntropy,
-                         testing::Combine(testing::Values(DType::f32, DType::bf16),
+                         testing::Combine(testing::Values(DType::f32, DType::bf16, DType::fp16),
                                           testing::Values(1, 5, 16, 97, 3000)));
 
 TEST(CrossEntropyEdges, HugeAndTinyLogits) {

@@ -106,6 +106,9 @@ INSTANTIATE_TEST_SUITE_P(F32, RmsNorm,
 INSTANTIATE_TEST_SUITE_P(Bf16, RmsNorm,
                          testing::Combine(testing::Values(DType::f32, DType::bf16),
                                           testing::Values(DType::bf16), kDims));
+INSTANTIATE_TEST_SUITE_P(Fp16, RmsNorm,
+                         testing::Combine(testing::Values(DType::f32, DType::fp16),
+                                          testing::Values(DType::fp16), kDims));
 
 // --- q-norm, k-norm and RoPE
 Values rope_table(const AttentionShape& s) {
@@ -185,7 +188,7 @@ TEST_P(QkNorm, ForwardAndGradients) {
 
 INSTANTIATE_TEST_SUITE_P(
     Shapes, QkNorm,
-    testing::Combine(testing::Values(DType::f32, DType::bf16),
+    testing::Combine(testing::Values(DType::f32, DType::bf16, DType::fp16),
                      testing::Values(AttentionShape{1, 1, 1, 1, 2}, AttentionShape{2, 3, 2, 1, 4},
                                      AttentionShape{1, 5, 3, 3, 10}, AttentionShape{1, 2, 4, 2, 32},
                                      AttentionShape{2, 35, 1, 1, 6}),

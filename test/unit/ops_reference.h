@@ -29,6 +29,31 @@ inline uint16_t bf16_nearest(double x) {
   return below % 2 == 0 ? below : above;
 }
 
+// The value of an fp16 pattern by its definition.
+inline double fp16_value(uint16_t bits) {
+  const int exponent = (bits >> 10) & 31, mantissa = bits & 1023;
+  const double sign = bits & 0x8000 ? -1 : 1;
+  if (exponent == 31) return mantissa ? std::nan("") : sign * HUGE_VAL;
+  if (exponent == 0) return sign * std::ldexp(mantissa, -24);
+  return sign * std::ldexp(1024 + mantissa, exponent - 25);
+}
+
+// To nearest, ties to even: the magnitude in units of its last place (x finite).
+inline uint16_t fp16_nearest(double x) {
+  const uint16_t sign = std::signbit(x) ? 0x8000 : 0;
+  const int exponent = x == 0 ? -14 : std::max(std::ilogb(x), -14);
+  if (exponent > 15) return sign | 0x7c00;
+  const double units = std::nearbyint(std::ldexp(std::abs(x), 10 - exponent));
+  return static_cast<uint16_t>(sign | ((exponent + 14) * 1024 + static_cast<int>(units)));
+}
+
+// x as an element of this dtype holds it.
+inline double rounded(DType dtype, double x) {
+  if (dtype == DType::bf16) return bf16_to_float(bf16_nearest(x));
+  if (dtype == DType::fp16) return fp16_value(fp16_nearest(x));
+  return static_cast<float>(x);
+}
+
 // A matrix in memory of its own, with `gap` elements between the rows that nobody may touch.
 class Matrix {
  public:
@@ -60,8 +85,8 @@ class Matrix {
 
   void set(int64_t row, int64_t col, double x) {
     char* at = element(row, col);
-    if (dtype_ == DType::bf16) {
-      const uint16_t bits = bf16_nearest(x);
+    if (dtype_ == DType::bf16 || dtype_ == DType::fp16) {
+      const uint16_t bits = dtype_ == DType::bf16 ? bf16_nearest(x) : fp16_nearest(x);
       std::memcpy(at, &bits, 2);
     } else if (dtype_ == DType::i32) {
       const auto value = static_cast<int32_t>(x);
@@ -77,6 +102,7 @@ class Matrix {
     float value;
     std::memcpy(&half, at, 2);
     if (dtype_ == DType::bf16) return bf16_to_float(half);
+    if (dtype_ == DType::fp16) return fp16_value(half);
     std::memcpy(&value, at, 4);
     return value;
   }
@@ -117,7 +143,10 @@ inline double error_of(const Values& a, const Values& b) {
 }
 
 // Relative error of one rounding to this dtype, with room for f32 sums of a few thousand terms.
-inline double tolerance(DType dtype) { return dtype == DType::bf16 ? 0.005 : 2e-6; }
+// Half a unit in the last place is 2^-9 in bf16 and 2^-12 in fp16.
+inline double tolerance(DType dtype) {
+  return dtype == DType::bf16 ? 0.005 : dtype == DType::fp16 ? 0.0007 : 2e-6;
+}
 
 // ∂f/∂x by central differences.
 inline Values numeric_gradient(Values x, const std::function<double(const Values&)>& f) {

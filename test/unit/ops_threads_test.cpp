@@ -45,7 +45,7 @@ TEST_P(ThreadsOfProducts, Linear) {
 // Few outputs and a long sum tempt a library to share out the sum itself.
 INSTANTIATE_TEST_SUITE_P(
     Shapes, ThreadsOfProducts,
-    testing::Combine(testing::Values(DType::f32, DType::bf16),
+    testing::Combine(testing::Values(DType::f32, DType::bf16, DType::fp16),
                      testing::Values(ProductDims{8, 24, 16}, ProductDims{77, 130, 65},
                                      ProductDims{1, 512, 3000}, ProductDims{2048, 64, 32},
                                      ProductDims{1024, 16, 16}, ProductDims{300, 256, 512},
@@ -146,7 +146,7 @@ TEST(ThreadsInitNormal, SameBits) {
   });
 }
 
-INSTANTIATE_TEST_SUITE_P(Dtypes, Threads, testing::Values(DType::f32, DType::bf16));
+INSTANTIATE_TEST_SUITE_P(Dtypes, Threads, testing::Values(DType::f32, DType::bf16, DType::fp16));
 
 // The check itself: a result that depends on the threads is found.
 TEST(ThreadsChecker, FindsADifference) {

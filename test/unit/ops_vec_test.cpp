@@ -35,15 +35,6 @@ TEST(VecExp, Ends) {
   EXPECT_GT(exp_one(-100.f), 0.f);  // subnormal
 }
 
-// The value of an fp16 pattern by its definition.
-double fp16_value(uint16_t bits) {
-  const int exponent = (bits >> 10) & 31, mantissa = bits & 1023;
-  const double sign = bits & 0x8000 ? -1 : 1;
-  if (exponent == 31) return mantissa ? std::nan("") : sign * HUGE_VAL;
-  if (exponent == 0) return sign * std::ldexp(mantissa, -24);
-  return sign * std::ldexp(1024 + mantissa, exponent - 25);
-}
-
 template <typename Half>
 uint16_t narrow_one(float x) {
   Half h;
@@ -52,41 +43,56 @@ uint16_t narrow_one(float x) {
 }
 
 template <typename Half>
-void check_half(double (*value)(uint16_t)) {
-  for (uint32_t bits = 0; bits < 0x10000; ++bits) {
-    const Half h{static_cast<uint16_t>(bits)};
-    const double exact = value(h.bits);
-    const float wide = cpu::load_one(&h);
+float widen_one(uint16_t bits) {
+  const Half h{bits};
+  return cpu::load_one(&h);
+}
+
+// The forms of fp16 for CPUs that have no instruction for them.
+float widen_by_parts(uint16_t bits) { return cpu::widen_fp16_by_parts(cpu::VecH{} + bits)[0]; }
+uint16_t narrow_by_parts(float x) { return cpu::narrow_fp16_by_parts(cpu::splat(x))[0]; }
+
+void check_half(double (*value)(uint16_t), float (*widen)(uint16_t), uint16_t (*narrow)(float)) {
+  for (uint32_t pattern = 0; pattern < 0x10000; ++pattern) {
+    const auto bits = static_cast<uint16_t>(pattern);
+    const double exact = value(bits);
+    const float wide = widen(bits);
     if (std::isnan(exact)) {
       ASSERT_TRUE(std::isnan(wide)) << bits;
-      ASSERT_TRUE(std::isnan(value(narrow_one<Half>(wide)))) << bits;
+      ASSERT_TRUE(std::isnan(value(narrow(wide)))) << bits;
       continue;
     }
     ASSERT_EQ(wide, exact) << bits;
-    ASSERT_EQ(narrow_one<Half>(wide), bits);
+    ASSERT_EQ(narrow(wide), bits);
     // Towards the next larger magnitude: below, at and above the middle.
     const double next = value(static_cast<uint16_t>(bits + 1));
     if (!std::isfinite(exact) || !std::isfinite(next) || (bits & 0x7fff) == 0x7fff) continue;
     const auto middle = static_cast<float>((exact + next) / 2);
     const uint32_t even = bits % 2 == 0 ? bits : bits + 1;
-    ASSERT_EQ(narrow_one<Half>(middle), even) << bits;
-    ASSERT_EQ(narrow_one<Half>(std::nextafter(middle, static_cast<float>(exact))), bits);
-    ASSERT_EQ(narrow_one<Half>(std::nextafter(middle, static_cast<float>(next))), bits + 1);
+    ASSERT_EQ(narrow(middle), even) << bits;
+    ASSERT_EQ(narrow(std::nextafter(middle, static_cast<float>(exact))), bits);
+    ASSERT_EQ(narrow(std::nextafter(middle, static_cast<float>(next))), bits + 1);
   }
 }
 
 TEST(VecHalf, Bf16AllPatterns) {
-  check_half<bf16_t>([](uint16_t bits) { return static_cast<double>(bf16_to_float(bits)); });
+  check_half([](uint16_t bits) { return static_cast<double>(bf16_to_float(bits)); },
+             widen_one<bf16_t>, narrow_one<bf16_t>);
 }
-TEST(VecHalf, Fp16AllPatterns) { check_half<fp16_t>(fp16_value); }
+TEST(VecHalf, Fp16AllPatterns) {
+  check_half(fp16_value, widen_one<fp16_t>, narrow_one<fp16_t>);
+  check_half(fp16_value, widen_by_parts, narrow_by_parts);
+}
 
 TEST(VecHalf, OverflowIsInfinity) {
-  EXPECT_EQ(narrow_one<fp16_t>(65519.99f), 0x7bff);
-  EXPECT_EQ(narrow_one<fp16_t>(65520.f), 0x7c00);
-  EXPECT_EQ(narrow_one<fp16_t>(-1e30f), 0xfc00);
+  for (auto narrow : {narrow_one<fp16_t>, narrow_by_parts}) {
+    EXPECT_EQ(narrow(65519.99f), 0x7bff);
+    EXPECT_EQ(narrow(65520.f), 0x7c00);
+    EXPECT_EQ(narrow(-1e30f), 0xfc00);
+    EXPECT_EQ(narrow(1e-30f), 0);
+    EXPECT_EQ(narrow(-0.f), 0x8000);
+  }
   EXPECT_EQ(narrow_one<bf16_t>(std::numeric_limits<float>::max()), 0x7f80);
-  EXPECT_EQ(narrow_one<fp16_t>(1e-30f), 0);
-  EXPECT_EQ(narrow_one<fp16_t>(-0.f), 0x8000);
 }
 
 // A NaN whose payload lies in the bits that are cut off must not become infinity.
@@ -95,6 +101,7 @@ TEST(VecHalf, NanStaysNan) {
   for (float x : {nan, negative}) {
     EXPECT_TRUE(std::isnan(bf16_to_float(narrow_one<bf16_t>(x))));
     EXPECT_TRUE(std::isnan(fp16_value(narrow_one<fp16_t>(x))));
+    EXPECT_TRUE(std::isnan(fp16_value(narrow_by_parts(x))));
   }
 }
 
