@@ -22,7 +22,7 @@
 // communicator was.
 //
 // Sums are NCCL's: repeatable on the same machine, but not in rank order, and with a reduce_dtype
-// of bf16 rounded to it after each rank's addition.
+// of 16 bits rounded to it after each rank's addition.
 #pragma once
 
 #include <memory>

@@ -44,9 +44,11 @@ struct UnitSpec {
   std::vector<Piece> pieces;
   int64_t elements;      // of the full buffer, padding and alignment included
   DType param_dtype;     // what is gathered
-  DType reduce_dtype;    // f32 or bf16: what a gradient is rounded to before it moves; sums are f32
+  DType reduce_dtype;    // f32, or what a gradient is rounded to before it moves; sums are f32
   bool own_full_buffer;  // gathered beside the others (root unit, reshard_after_forward=false)
   bool own_grad_buffer;  // its gradient outlives other units' (root unit, accumulation)
+
+  bool rounds() const { return reduce_dtype == DType::bf16 || reduce_dtype == DType::fp16; }
 };
 
 // Counted by the transport where it moves bytes, in bytes of this rank since the start.

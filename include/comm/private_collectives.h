@@ -69,7 +69,7 @@ class PrivateCollectives : public Collectives {
     int full = -1;  // full buffer that it holds, or owns
   };
   struct Slot {
-    Buffer sum, rounded, received;  // f32 gradient; as bf16; packed parts
+    Buffer sum, rounded, received;  // f32 gradient; in reduce dtype; packed parts
   };
   int take_full_buffer(int unit);
 

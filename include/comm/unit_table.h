@@ -23,7 +23,7 @@ inline int64_t bytes_of(int64_t elements, DType dtype) {
 
 struct GradSlot {
   int64_t elements = 0;          // of the largest unit that uses it
-  int64_t rounded_elements = 0;  // of the largest one with reduce_dtype bf16
+  int64_t rounded_elements = 0;  // of the largest one that rounds its gradient
   int64_t packed_elements = 0;   // packed rows of one rank, of the unit that has most
   int64_t packed_bytes = 0;      // the same as they move, in reduce_dtype
   int64_t rounds = 0;            // uses begun so far

@@ -9,8 +9,6 @@ char* at(const Buffer& buffer, int64_t element, DType dtype) {
   return static_cast<char*>(buffer->data) + bytes_of(element, dtype);
 }
 
-bool rounds(const UnitSpec& spec) { return spec.reduce_dtype == DType::bf16; }
-
 }  // namespace
 
 PrivateCollectives::PrivateCollectives(std::string transport, const World& world, Backend& backend,
@@ -53,7 +51,7 @@ void PrivateCollectives::finish_setup() {
   for (const GradSlot& slot : table_.slots()) {
     Slot& s = slots_.emplace_back();
     s.sum = Buffer(memory, DType::f32, {slot.elements}, Segment::gradients, "unit gradient");
-    s.rounded = Buffer(memory, DType::bf16, {slot.rounded_elements}, Segment::gradients,
+    s.rounded = Buffer(memory, DType::u16, {slot.rounded_elements}, Segment::gradients,
                        "rounded unit gradient");
     s.received = Buffer(memory, DType::u8, {slot.packed_bytes * received_parts_},
                         Segment::communication, "received gradient rows");
@@ -85,7 +83,7 @@ char* PrivateCollectives::full_rows(int unit, int full, int piece) const {
 
 char* PrivateCollectives::gradient(int unit, int slot) const {
   const Slot& s = slots_[slot];
-  return at(rounds(table_.spec(unit)) ? s.rounded : s.sum, 0, DType::u8);
+  return at(table_.spec(unit).rounds() ? s.rounded : s.sum, 0, DType::u8);
 }
 
 Tensor PrivateCollectives::gradient_rows(int unit, int slot, int rank, int piece) const {
@@ -162,9 +160,9 @@ void PrivateCollectives::reduce_start(int unit) {
   const UnitSpec& spec = table_.spec(unit);
   const int index = table_.reduce_start(unit).slot;
   const Slot& slot = slots_[index];
-  if (rounds(spec))
+  if (spec.rounds())
     backend_.ops->cast(Tensor(slot.sum->data, DType::f32, {spec.elements}),
-                       Tensor(slot.rounded->data, DType::bf16, {spec.elements}));
+                       Tensor(slot.rounded->data, spec.reduce_dtype, {spec.elements}));
   start_reduce(unit, index);
   const int64_t bytes = bytes_of(table_.peer_elements(unit), spec.reduce_dtype);
   ++traffic_.reduces;

@@ -70,7 +70,7 @@ class ShmCollectives final : public Collectives {
     bool sums_pending = false;  // the wards' sums have not been sent yet
   };
   struct SlotPlace {
-    int64_t sum, rounded;  // bytes into a rank's part: the f32 gradient, and as bf16
+    int64_t sum, rounded;  // bytes into a rank's part: the gradient, in f32 and in 16 bits
   };
 
   // Memory
@@ -175,7 +175,7 @@ int64_t ShmCollectives::place_own_part() {
   for (const GradSlot& slot : units_.slots()) {
     const int64_t sum = bytes;
     const int64_t rounded = sum + round_up(bytes_of(slot.elements, DType::f32));
-    bytes = rounded + round_up(bytes_of(slot.rounded_elements, DType::bf16));
+    bytes = rounded + round_up(bytes_of(slot.rounded_elements, DType::u16));
     slot_place_.push_back({sum, rounded});
   }
   return bytes;
@@ -223,7 +223,7 @@ void ShmCollectives::account(int64_t sign) {
   for (int u = 0; u < units_.size(); ++u)
     shards += bytes_of(units_.shard_elements(u), units_.spec(u).param_dtype);
   for (const GradSlot& slot : units_.slots())
-    slots += bytes_of(slot.elements, DType::f32) + bytes_of(slot.rounded_elements, DType::bf16);
+    slots += bytes_of(slot.elements, DType::f32) + bytes_of(slot.rounded_elements, DType::u16);
   Device& device = *backend_.device;
   device.account(Segment::shards, sign * shards);
   device.account(Segment::params, sign * wards * shards);
@@ -332,9 +332,10 @@ float* ShmCollectives::grad_buffer(int unit) {
 void ShmCollectives::reduce_start(int unit) {
   const GradUse use = units_.reduce_start(unit);
   const UnitSpec& spec = units_.spec(unit);
-  if (spec.reduce_dtype == DType::bf16)
-    backend_.ops->cast(Tensor(slot_data(local_, use.slot, false), DType::f32, {spec.elements}),
-                       Tensor(slot_data(local_, use.slot, true), DType::bf16, {spec.elements}));
+  if (spec.rounds())
+    backend_.ops->cast(
+        Tensor(slot_data(local_, use.slot, false), DType::f32, {spec.elements}),
+        Tensor(slot_data(local_, use.slot, true), spec.reduce_dtype, {spec.elements}));
   const uint64_t round_end = static_cast<uint64_t>(use.round) + 1;
   reductions_[use.slot] = {unit, round_end, !one_node()};
   exchange_->start_sums(unit, use.slot);
@@ -353,11 +354,11 @@ void ShmCollectives::reduce_start(int unit) {
 void ShmCollectives::sum_rows(int unit, int slot, int rank, int piece, float scale,
                               const Tensor& to, bool accumulate) {
   if (to.numel() == 0) return;
-  const DType dtype = units_.spec(unit).reduce_dtype;
+  const UnitSpec& spec = units_.spec(unit);
   std::vector<Tensor> parts;
   for (int r = 0; r < locals_; ++r)
     parts.push_back(
-        rows(slot_data(r, slot, dtype == DType::bf16), dtype, units_.piece(unit, piece), rank));
+        rows(slot_data(r, slot, spec.rounds()), spec.reduce_dtype, spec.pieces[piece], rank));
   backend_.ops->sum_parts(parts, scale, to, accumulate);
 }
 

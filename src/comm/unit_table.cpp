@@ -36,8 +36,8 @@ UnitTable::UnitTable(std::string transport, int ranks)
 
 int UnitTable::add(const UnitSpec& spec) {
   QS_CHECK(!finished_, "{}: add_unit('{}') after finish_setup", transport_, spec.name);
-  QS_CHECK(spec.reduce_dtype == DType::f32 || spec.reduce_dtype == DType::bf16,
-           "unit '{}': reduce_dtype {}, expected f32 or bf16", spec.name,
+  QS_CHECK(spec.reduce_dtype == DType::f32 || spec.rounds(),
+           "unit '{}': reduce_dtype {}, expected f32, bf16 or fp16", spec.name,
            dtype_name(spec.reduce_dtype));
   check_pieces(spec, ranks_);
 
@@ -61,7 +61,7 @@ void UnitTable::finish() {
   auto cover = [](GradSlot& slot, const Unit& unit) {
     const DType moved = unit.spec.reduce_dtype;
     slot.elements = std::max(slot.elements, unit.spec.elements);
-    if (moved == DType::bf16)
+    if (unit.spec.rounds())
       slot.rounded_elements = std::max(slot.rounded_elements, unit.spec.elements);
     slot.packed_elements = std::max(slot.packed_elements, unit.packed_elements);
     slot.packed_bytes = std::max(slot.packed_bytes, bytes_of(unit.packed_elements, moved));

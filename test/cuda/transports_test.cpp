@@ -208,8 +208,9 @@ INSTANTIATE_TEST_SUITE_P(All, GpuTransport, testing::Values("nccl", "mpi_cuda"),
 
 TEST_P(GpuTransport, OrdersWhatItMoves) {
   const TransportOptions options(std::string(GetParam()) == "nccl" ? "nccl" : "mpi-cuda");
-  for (DType reduce_dtype : {DType::f32, DType::bf16}) {
-    Steps steps(options, DType::bf16, reduce_dtype);
+  for (DType reduce_dtype : {DType::f32, DType::bf16, DType::fp16}) {
+    const DType param_dtype = reduce_dtype == DType::fp16 ? DType::fp16 : DType::bf16;
+    Steps steps(options, param_dtype, reduce_dtype);
     steps.run();
     EXPECT_EQ(steps.wrong(), "");
   }

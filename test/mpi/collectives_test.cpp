@@ -10,7 +10,7 @@
 #include <random>
 #include <tuple>
 
-#include "../test_main.h"
+#include "../unit/ops_reference.h"
 #include "comm/transports.h"
 #include "fsdp/shard_layout.h"
 
@@ -19,6 +19,7 @@ namespace {
 
 float value_of(const Tensor& t, int64_t i) {
   if (t.dtype == DType::f32) return t.as<float>()[i];
+  if (t.dtype == DType::fp16) return static_cast<float>(fp16_value(t.as<fp16_t>()[i].bits));
   const uint32_t bits = uint32_t{t.as<bf16_t>()[i].bits} << 16;
   float value;
   std::memcpy(&value, &bits, sizeof value);
@@ -31,6 +32,8 @@ void set_value(const Tensor& t, int64_t i,
   std::memcpy(&bits, &value, sizeof bits);
   if (t.dtype == DType::f32)
     t.as<float>()[i] = value;
+  else if (t.dtype == DType::fp16)
+    t.as<fp16_t>()[i].bits = fp16_nearest(value);
   else
     t.as<bf16_t>()[i].bits = static_cast<uint16_t>(bits >> 16);
 }
@@ -168,7 +171,7 @@ class Transport : public testing::TestWithParam<std::tuple<std::string, DType>> 
 INSTANTIATE_TEST_SUITE_P(All, Transport,
                          testing::Combine(testing::Values("shm", "mpi", "shm_by_1", "shm_by_2",
                                                           "shm_by_3"),
-                                          testing::Values(DType::f32, DType::bf16)),
+                                          testing::Values(DType::f32, DType::bf16, DType::fp16)),
                          [](const auto& test) {
                            return std::get<0>(test.param) + "_" +
                                   std::string(dtype_name(std::get<1>(test.param)));
@@ -521,7 +524,7 @@ TEST(Transports, UnknownNameIsAUsageError) {
 // --- shm and mpi against each other and against plain loops, on values that round
 
 class ReduceDType : public testing::TestWithParam<DType> {};
-INSTANTIATE_TEST_SUITE_P(All, ReduceDType, testing::Values(DType::f32, DType::bf16),
+INSTANTIATE_TEST_SUITE_P(All, ReduceDType, testing::Values(DType::f32, DType::bf16, DType::fp16),
                          [](const auto& test) { return std::string(dtype_name(test.param)); });
 
 // Element i of a rank's gradient of unit u; any rank can compute any other's.
@@ -560,14 +563,6 @@ TEST_P(ReduceDType, ShmAndMpiGiveTheSameBits) {
 void check_rounding_and_order(const std::string& transport, DType reduce_dtype, int per_node) {
   Harness h(transport, model_units(DType::f32, reduce_dtype));
   reduce_rough_values(h, 0, false);
-  const Buffer exact(*test_backend().device, DType::f32, {1}, Segment::workspace, "value");
-  const Buffer rounded(*test_backend().device, DType::bf16, {1}, Segment::workspace, "rounded");
-  auto moved = [&](float value) {
-    if (reduce_dtype == DType::f32) return value;
-    set_value(exact, 0, value);
-    test_backend().ops->cast(exact, rounded);
-    return value_of(rounded, 0);
-  };
   const Piece& piece = h.units[2].pieces[1];
   for (int64_t i = 0; i < piece.count; ++i) {
     const int64_t at = piece.offset + test_world().rank() * piece.count + i;
@@ -575,7 +570,7 @@ void check_rounding_and_order(const std::string& transport, DType reduce_dtype, 
     for (int first = 0; first < test_world().size(); first += per_node) {
       float node = 0;
       for (int r = first; r < std::min(first + per_node, test_world().size()); ++r)
-        node += moved(rough_value(2, r, at, 0));
+        node += static_cast<float>(rounded(reduce_dtype, rough_value(2, r, at, 0)));
       sum += node;
     }
     const float scaled = sum * (1.0f / 3);
@@ -608,7 +603,7 @@ class OffByOne final : public Collectives {
   void* gather_wait(int unit) override {
     const char* full = static_cast<char*>(inner_->gather_wait(unit));
     wrong_.assign(full, full + bytes_[unit]);
-    if (last()) wrong_[1] ^= 0x40;  // byte 1 is part of the first element in f32 and bf16
+    if (last()) wrong_[1] ^= 0x40;  // byte 1 is part of the first element in any dtype
     return wrong_.data();
   }
   void reshard(int unit) override { inner_->reshard(unit); }
