@@ -10,7 +10,7 @@ namespace qshard {
 
 struct WalkthroughCommand {
   WalkthroughOptions options;
-  std::string param_dtype = "auto", reduce_dtype = "auto", transport = "auto", format = "text";
+  std::string param_dtype = "fp16", reduce_dtype = "auto", transport = "auto", format = "text";
   std::string html, topic;
   bool values = false;
 };

@@ -19,6 +19,7 @@ namespace qshard {
 // Which micro-batch of a step is running: decides what accumulates and when gradients are reduced.
 struct MicroBatch {
   bool first = true, last = true;
+  float loss_scale = 1;  // of backward; the reduction divides by it: [Note: Loss scaling]
 };
 
 class Prefetch {

@@ -90,8 +90,8 @@ class Unit {
   void reduce();     // starts the reduce-scatter of the gradient
   // The next part of the reduction; returns whether it was the last one. accumulate: adds to what
   // grad_shard has, as in later micro-batches. last_micro_batch: the mean is to be over all ranks,
-  // otherwise grad_shard may hold less.
-  bool advance_reduction(bool accumulate, bool last_micro_batch);
+  // otherwise grad_shard may hold less. loss_scale: the mean is divided by it.
+  bool advance_reduction(bool accumulate, bool last_micro_batch, float loss_scale = 1);
 
   RowRange rows(int i) const { return layout_[i].rows_of(world_.rank()); }  // that this rank holds
   Tensor master(int i) const { return master_[i]; }

@@ -10,7 +10,9 @@
 // XXH3-64 of all these, one "name=value\n" after the other, integers first, each kind in
 // alphabetical order. The first rank creates the structure, so that it does not depend on the
 // ranks; all ranks then write their rows. Padding never enters the file. No random state is needed:
-// initial values and sample order are functions of seed, name, epoch and index.
+// initial values and sample order are functions of seed, name, epoch and index. A run with fp16
+// parameters also has `loss_scale`, a number as text, and `growth_tracker` ([Note: Loss scaling]);
+// they are optional.
 //
 // [Note: Saving] structure under a temporary name, while the other ranks already work out checksums
 // → rows, which the disk takes in while more are written → close → checksums → fsync → all ranks
@@ -44,8 +46,10 @@ struct CheckpointTensor {
 struct CheckpointState {
   int64_t step = 0, updates = 0, samples = 0, epoch = 0;
   uint64_t seed = 0;
-  nlohmann::json model, run;  // Hugging Face config; settings of the run
-  int world_size = 0;         // that wrote it
+  double loss_scale = 0;       // 0: the run has none
+  int64_t growth_tracker = 0;  // goes with it
+  nlohmann::json model, run;   // Hugging Face config; settings of the run
+  int world_size = 0;          // that wrote it
 };
 
 struct SaveOptions {

@@ -27,10 +27,10 @@ class Qwen3Model {
   void init_parameters(uint64_t seed);
 
   // Forward and backward of one micro-batch; afterwards (if it reduces) every unit's grad_shard
-  // holds the mean over ranks of the gradient of loss_scale · Σ loss, summed over the step's
+  // holds the mean over ranks of the gradient of weight · Σ loss, summed over the step's
   // micro-batches so far. Adds Σ loss over this rank's kept labels to loss_sum, f64 [1] of
   // device().
-  void forward_backward(TokenBatch batch, float loss_scale, MicroBatch micro, Tensor loss_sum);
+  void forward_backward(TokenBatch batch, float weight, MicroBatch micro, Tensor loss_sum);
   void forward(TokenBatch batch, Tensor loss_sum);  // adds Σ loss only
   // Logits f32 [1,V] of the token after position `at` of ids [B·T], valid until the next call; what
   // follows `at` in its sequence has no influence on them. Collective.
@@ -48,7 +48,7 @@ class Qwen3Model {
 
  private:
   void run_forward(TokenBatch batch, bool backward_follows);
-  void head(float loss_scale, bool backward, Tensor loss_sum);
+  void head(float weight, bool backward, Tensor loss_sum);
   void copy_in(TokenBatch batch);
   Tensor head_weight(bool gradient) const;
 

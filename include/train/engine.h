@@ -1,28 +1,33 @@
 // One training step under FSDP: the same code for `train`, `verify` and benchmarks.
 //
 // [Note: A step]  count kept labels (one all-reduce) · per micro-batch: forward and backward,
-// gradients reduce-scattered · loss and Σ grad² (one all-reduce) · stop if not finite · clip ·
-// AdamW on the own rows. Loss = Σ cross-entropy of all kept labels of the global batch / their
-// number, over all ranks and micro-batches. As in FSDP2 the reduction averages over ranks; the
-// local loss is scaled by ranks / kept labels, or ranks / gradient_divide_factor, to match. The
+// gradients reduce-scattered · loss and Σ grad² (one all-reduce) · stop if not finite (fp16: skip
+// the update, see [Note: Loss scaling]) · clip · AdamW on the own rows. Loss = Σ cross-entropy of
+// all kept labels of the global batch / their number, over all ranks and micro-batches. As in FSDP2
+// the reduction averages over ranks; the local loss is scaled by ranks / kept labels, or ranks /
+// gradient_divide_factor, to match. The
 // host waits for the device once: it reads the sums of loss and grad², which the device adds up.
 #pragma once
 
 #include <functional>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "comm/transport_options.h"
 #include "model/qwen3_model.h"
 #include "train/adamw.h"
+#include "train/grad_scaler.h"
 
 namespace qshard {
 
 struct StepResult {
-  double loss = 0;       // nats per kept label
-  double grad_norm = 0;  // before clipping
-  int64_t kept = 0;      // labels that counted, all ranks
-  bool updated = true;   // false: no label was kept, nothing changed
+  double loss = 0;        // nats per kept label
+  double grad_norm = 0;   // before clipping
+  int64_t kept = 0;       // labels that counted, all ranks
+  bool updated = true;    // false: no label was kept, or overflow; no weight or moment changed
+  bool overflow = false;  // of a gradient in fp16; loss and norm may be infinite or NaN
+  double loss_scale = 0;  // of this step; 0: the dtype needs none
 };
 
 // What to put around a transport that moves between the ranks of a world, e.g. a trace.
@@ -51,7 +56,7 @@ class Engine {
          Sharding sharding, int64_t B, int64_t T, Backend& backend);
 
   // The micro-batches of this rank. A loss or norm that is not finite throws an AgreedError before
-  // any weight changes.
+  // any weight changes, unless a lower scale of the loss may mend it.
   StepResult step(const std::vector<TokenBatch>& micro_batches, double lr);
   // Parts of step(), for callers that look at the gradient before the update.
   StepResult compute_gradients(const std::vector<TokenBatch>& micro_batches);
@@ -65,6 +70,8 @@ class Engine {
   Collectives& collectives() { return *sharding_.collectives; }
   const Sharding& sharding() const { return sharding_; }
   const Mesh& mesh() const { return *sharding_.mesh; }
+  // Scale of the loss; none unless parameters are fp16.
+  std::optional<GradScaler>& scaler() { return scaler_; }
   int64_t updates() const { return updates_; }
   void restore(int64_t steps_done, int64_t updates) {
     steps_done_ = steps_done, updates_ = updates;
@@ -73,7 +80,7 @@ class Engine {
 
  private:
   int64_t count_kept(const std::vector<TokenBatch>& batches) const;
-  void require_finite(double own_loss, double loss_sum, double sum_squares) const;
+  [[noreturn]] void fail_not_finite(double own_loss, const StepResult& result) const;
   std::string find_cause(double own_loss) const;
   std::string bad_parameter() const;
   struct Sums {  // of this rank
@@ -90,6 +97,7 @@ class Engine {
   double divide_factor_;  // 0: the kept labels of a step
   Sharding sharding_;
   std::unique_ptr<Qwen3Model> model_;
+  std::optional<GradScaler> scaler_;
   Buffer sums_;  // f64: loss, grad²
   int64_t steps_done_ = 0, updates_ = 0;
 };

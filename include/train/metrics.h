@@ -4,7 +4,9 @@
 // grad_norm (before clipping), lr, tokens (input tokens of all steps so far), tokens_per_s (all
 // ranks, this step), step_ms, model_flops_per_s (all ranks; see train_flops_per_token), peak_share
 // (of ranks × measured product rate), memory_bytes (largest peak of resident memory of a rank); in
-// a step without a kept label loss and grad_norm are 0 and `skipped` says so. An evaluation: step,
+// a step without a kept label loss and grad_norm are 0 and `skipped` says so. With fp16 parameters
+// loss_scale (of this step), and in a step whose gradient overflowed `skipped`; loss and grad_norm
+// are null there where they are not finite. An evaluation: step,
 // val_loss, val_tokens, val_ms. A save: step, checkpoint, checkpoint_bytes, checkpoint_ms. A
 // restart: resumed_from, step; where a step appears twice, after a crash, the later line counts.
 // Times and memory apart, equal runs write equal bytes.
@@ -43,7 +45,7 @@ class Metrics {
  private:
   void read_earlier_steps();
   void write_line(const std::string& json);
-  void console_line(int64_t step, const StepResult& result, double lr);
+  void console_line(int64_t step, const StepResult& result, double lr, const std::string& skipped);
 
   struct Point {
     int64_t step;
@@ -54,7 +56,8 @@ class Metrics {
   std::chrono::steady_clock::time_point begin_;
   std::vector<Point> train_, val_;
   double interval_seconds_ = 0, interval_loss_ = 0, step_seconds_ = 0, eval_seconds_ = 0;
-  int64_t steps_run_ = 0, interval_steps_ = 0, interval_updates_ = 0, memory_bytes_ = 0;
+  int64_t steps_run_ = 0, interval_steps_ = 0, interval_updates_ = 0, overflows_ = 0,
+          memory_bytes_ = 0;
 };
 
 // 72 columns × 14 rows: training loss as dots, evaluations as o. Empty when there are no points.

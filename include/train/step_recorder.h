@@ -23,8 +23,10 @@ class StepRecorder final : public OpObserver, public UnitObserver {
  public:
   explicit StepRecorder(Device& device) : device_(device) {}
 
-  // From now on records unit `id`, the one of this name. `layout` is the unit's.
-  void start(int id, const std::string& name, const UnitLayout& layout, DType param_dtype);
+  // From now on records unit `id`, the one of this name. `layout` is the unit's. Gradients are
+  // divided by the scale of the loss.
+  void start(int id, const std::string& name, const UnitLayout& layout, DType param_dtype,
+             double loss_scale = 1);
 
   void after(const Span& span, std::span<const OpTensor> tensors) override;
   void gathered(int unit, const void* full) override;
@@ -36,6 +38,7 @@ class StepRecorder final : public OpObserver, public UnitObserver {
   // magnitude.
   const std::vector<float>& parameter(int i) const { return parameters_.at(i); }
   const std::vector<float>& gradient(int i) const { return gradients_.at(i); }
+  double loss_scale() const { return loss_scale_; }
   const std::vector<float>& magnitude(int i) const { return magnitudes_.at(i); }
 
  private:
@@ -46,6 +49,7 @@ class StepRecorder final : public OpObserver, public UnitObserver {
   std::string name_;
   const UnitLayout* layout_ = nullptr;
   DType param_dtype_ = DType::f32;
+  float loss_scale_ = 1;
   std::map<std::string, Recorded> tensors_;
   std::vector<std::vector<float>> parameters_, gradients_, magnitudes_;
 };

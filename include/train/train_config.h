@@ -9,6 +9,7 @@
 #include "model/qwen3_config.h"
 #include "train/adamw.h"
 #include "train/checkpointer.h"
+#include "train/grad_scaler.h"
 #include "train/lr_schedule.h"
 
 namespace qshard {
@@ -43,6 +44,7 @@ struct TrainConfig {
   DataOptions data;
   TrainOptions train;
   AdamWOptions adamw;
+  GradScalerOptions grad_scaler;
   std::string decay = "matrices";
   ScheduleOptions schedule;
   FsdpOptions fsdp;

@@ -30,6 +30,7 @@ struct VerifyRow {
 struct VerifyReport {
   std::vector<VerifyRow> rows;  // on rank 0
   std::string transport;        // as Collectives::name() has it
+  double loss_scale = 0;        // of the last step; 0: the dtype needs none
   bool ok = false;              // on every rank
 };
 

@@ -46,10 +46,7 @@ void choose_model(WalkthroughOptions& o, const World& world) {
 
 void choose_numbers(WalkthroughCommand& c, const World& world) {
   WalkthroughOptions& o = c.options;
-  if (c.param_dtype == "auto") c.param_dtype = o.backend == "cuda" ? "fp16" : "bf16";
-  if (c.param_dtype == "fp16" && o.backend == "cpu")
-    fail_usage("--param-dtype fp16 needs --backend cuda: the CPU backend takes f32 and bf16");
-  if (c.reduce_dtype == "auto") c.reduce_dtype = c.param_dtype == "f32" ? "f32" : "bf16";
+  if (c.reduce_dtype == "auto") c.reduce_dtype = c.param_dtype;
   if (!c.topic.empty() && (c.format == "json" || !c.html.empty()))
     fail_usage("--topic {} is text: use --format text or md, without --html", c.topic);
   o.fsdp.param_dtype = parse_dtype(c.param_dtype);
@@ -86,11 +83,10 @@ void add_sharding_options(CLI::App& sub, WalkthroughCommand& c) {
                     std::vector<std::string> values) {
     sub.add_option(name, value, doc)->check(CLI::IsMember(values))->capture_default_str();
   };
-  one_of("--param-dtype", c.param_dtype, "auto: bf16 on the CPU, fp16 on GPUs",
+  one_of("--param-dtype", c.param_dtype, "what is gathered and computed in",
+         {"f32", "bf16", "fp16"});
+  one_of("--reduce-dtype", c.reduce_dtype, "what gradients travel in; auto: as parameters",
          {"auto", "f32", "bf16", "fp16"});
-  one_of("--reduce-dtype", c.reduce_dtype,
-         "what gradients travel in; auto: bf16, or f32 with f32 parameters",
-         {"auto", "f32", "bf16"});
   one_of("--transport", c.transport, "shm or mpi on the CPU, nccl on GPUs; auto: shm or nccl",
          {"auto", "shm", "mpi", "nccl"});
   one_of("--backend", o.backend, "cpu, or cuda in a build by `make CUDA=1`", {"cpu", "cuda"});

@@ -87,8 +87,6 @@ void print_setting(Page& page, const Document& d) {
       fmt::format("numbers: parameters {}, gradients travel as {}; sums, norms, master "
                   "weights and moments f32",
                   text_of(s["param_dtype"]), text_of(s["reduce_dtype"])));
-  if (s["backend"] == "cpu" && s["param_dtype"] == "bf16")
-    page.line("(the CPU backend has no fp16 arithmetic: bf16 stands in, with the same bytes)");
   page.line(
       fmt::format("moved by transport {}, computed by backend {}; reshard after forward {}, "
                   "{} layer(s) gathered ahead",

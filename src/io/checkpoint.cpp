@@ -4,6 +4,8 @@
 
 #include <algorithm>
 #include <bit>
+#include <cfloat>
+#include <charconv>
 #include <chrono>
 #include <cstring>
 #include <ctime>
@@ -27,6 +29,7 @@ constexpr int64_t kVersion = 1;
 constexpr const char* kChecksum = "xxh3_rows";
 const std::string kGroups[] = {"/model/", "/optim/exp_avg/", "/optim/exp_avg_sq/"};
 constexpr const char* kHeaderChecksum = "xxh3_header";
+constexpr const char *kLossScale = "loss_scale", *kGrowthTracker = "growth_tracker";
 constexpr int64_t kReadBytes = 64 << 20;  // of one read: enough for the full rate of a disk
 constexpr int64_t kWriteBytes = 8 << 20;  // of one independent write
 
@@ -64,9 +67,19 @@ struct Header {
     for (const auto& [name, value] : texts) file.write_attribute(name, value);
     file.write_attribute(kHeaderChecksum, checksum());
   }
+  double loss_scale(const std::string& path) const;
   // Throws unless the file is a checkpoint of this version with an intact header.
   static Header read(const Hdf5File& file);
 };
+
+double Header::loss_scale(const std::string& path) const {
+  const std::string& text = texts.at(kLossScale);
+  double scale = 0;
+  const auto end = std::from_chars(text.data(), text.data() + text.size(), scale).ptr;
+  if (end != text.data() + text.size() || !(scale >= 1 && scale <= FLT_MAX))
+    fail("{}: {} is '{}', expected a number from 1 to {:g}", path, kLossScale, text, FLT_MAX);
+  return scale;
+}
 
 Header Header::read(const Hdf5File& file) {
   if (!file.has_attribute("format") || file.text_attribute("format") != kFormat)
@@ -74,6 +87,8 @@ Header Header::read(const Hdf5File& file) {
   if (const int64_t version = file.int_attribute("version"); version != kVersion)
     fail("{}: checkpoint version {}, this program reads {}", file.path(), version, kVersion);
   Header header;
+  if (file.has_attribute(kLossScale))
+    header.texts[kLossScale] = "", header.numbers[kGrowthTracker] = 0;
   for (auto& [name, value] : header.numbers) value = file.int_attribute(name);
   for (auto& [name, value] : header.texts) value = file.text_attribute(name);
   if (const int64_t stored = file.int_attribute(kHeaderChecksum); stored != header.checksum())
@@ -181,6 +196,10 @@ void create_structure(const World& world, const std::string& path, const Checkpo
   header.texts["run_config"] = state.run.dump();
   header.texts["libraries"] = fmt::format("{}, {}", hdf5_version(), world.mpi_version());
   header.texts["written_at"] = now_text();
+  if (state.loss_scale > 0) {
+    header.texts[kLossScale] = fmt::format("{}", state.loss_scale);
+    header.numbers[kGrowthTracker] = state.growth_tracker;
+  }
   Hdf5File file = Hdf5File::create_aligned(path, alignment);
   header.write(file);
   for (const CheckpointTensor& t : tensors) {
@@ -479,6 +498,10 @@ CheckpointState read_checkpoint_state(const std::string& path) {
   state.epoch = header.numbers["epoch"];
   state.seed = static_cast<uint64_t>(header.numbers["seed"]);
   state.world_size = static_cast<int>(header.numbers["world_size"]);
+  if (header.texts.contains(kLossScale)) {
+    state.loss_scale = header.loss_scale(path);
+    state.growth_tracker = header.numbers[kGrowthTracker];
+  }
   state.model = parse_json(header.texts["model_config"], path + ": model_config");
   state.run = parse_json(header.texts["run_config"], path + ": run_config");
   return state;

@@ -111,13 +111,13 @@ void Qwen3Model::run_forward(TokenBatch batch, bool backward_follows) {
   ops_.rms_norm(final_, root_->param(kFinalNorm), shape_.eps, final_normed_, final_rstd_);
 }
 
-void Qwen3Model::forward_backward(TokenBatch batch, float loss_scale, MicroBatch micro,
+void Qwen3Model::forward_backward(TokenBatch batch, float weight, MicroBatch micro,
                                   Tensor loss_sum) {
   run_forward(batch, true);
   ops_.mark(root_->name(), "backward", "head and loss");
   prefetch_->begin_backward(micro);
   const bool accumulate = root_->grad_accumulates();
-  head(loss_scale, true, loss_sum);  // leaves the gradient of final_normed in d_norm
+  head(weight * micro.loss_scale, true, loss_sum);  // leaves the gradient of final_normed in d_norm
 
   ops_.mark(root_->name(), "backward", "final RMSNorm");
   const Tensor d_res = d_res_, d_res_p = param_dtype_ == DType::f32 ? d_res_ : d_res_p_;
@@ -142,10 +142,9 @@ void Qwen3Model::forward_backward(TokenBatch batch, float loss_scale, MicroBatch
 }
 
 // Head and cross-entropy, chunk by chunk, so that at most head_chunk() rows of logits exist.
-void Qwen3Model::head(float loss_scale, bool backward, Tensor loss_sum) {
+void Qwen3Model::head(float weight, bool backward, Tensor loss_sum) {
   const int64_t V = config_.vocab_size;
-  const Tensor weight = head_weight(false), normed = final_normed_, labels = labels_,
-               losses = losses_;
+  const Tensor w = head_weight(false), normed = final_normed_, labels = labels_, losses = losses_;
   bool accumulate = backward && root_->grad_accumulates();
   for (int64_t begin = 0; begin < shape_.N; begin += head_chunk_) {
     const int64_t end = std::min(begin + head_chunk_, shape_.N);
@@ -154,12 +153,12 @@ void Qwen3Model::head(float loss_scale, bool backward, Tensor loss_sum) {
     // The gradient lies over the logits: same row starts, in P.
     Tensor d_logits(logits.data, param_dtype_, logits.shape);
     d_logits.ld = V * static_cast<int64_t>(sizeof(float) / dtype_size(param_dtype_));
-    ops_.linear(x, weight, logits);
-    ops_.cross_entropy(logits, labels.row_range(begin, end), loss_scale,
-                       backward ? d_logits : Tensor(), losses.row_range(begin, end));
+    ops_.linear(x, w, logits);
+    ops_.cross_entropy(logits, labels.row_range(begin, end), weight, backward ? d_logits : Tensor(),
+                       losses.row_range(begin, end));
     if (!backward) continue;
     ops_.linear_wgrad(d_logits, x, head_weight(true), accumulate);
-    ops_.linear_dgrad(d_logits, weight, workspace_->d_norm.tensor().row_range(begin, end), false);
+    ops_.linear_dgrad(d_logits, w, workspace_->d_norm.tensor().row_range(begin, end), false);
     accumulate = true;
   }
   ops_.add_sum(losses, loss_sum);

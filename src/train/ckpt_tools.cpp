@@ -62,6 +62,8 @@ void compare_attributes(const CheckpointState& a, const CheckpointState& b,
   compare("samples", a.samples, b.samples);
   compare("epoch", a.epoch, b.epoch);
   compare("seed", a.seed, b.seed);
+  compare("loss_scale", a.loss_scale, b.loss_scale);
+  compare("growth_tracker", a.growth_tracker, b.growth_tracker);
   compare("model_config", a.model.dump(), b.model.dump());
 }
 
@@ -139,6 +141,8 @@ Document describe_checkpoint(const std::string& path) {
                   {"model_config", Document(state.model)},
                   {"run_config", Document(state.run)},
                   {"datasets", Document::array()}};
+  if (state.loss_scale > 0)
+    doc["loss_scale"] = state.loss_scale, doc["growth_tracker"] = state.growth_tracker;
   for (const std::string& name : file.datasets()) {
     const Hdf5Dataset d = file.dataset(name);
     doc["datasets"].push_back({{"name", name}, {"dtype", d.type_text}, {"shape", d.shape}});

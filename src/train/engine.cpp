@@ -30,6 +30,14 @@ int choose_group(const FsdpOptions& fsdp, int shards, const std::string& transpo
   return k;
 }
 
+// The largest scale, up to the given one, that makes the weight of a label a power of two.
+// Gradients of logits, softmax − onehot, then round the same on any number of ranks, and those near
+// −1 best.
+float exact_scale(double scale, float weight) {
+  return static_cast<float>(std::exp2(std::floor(std::log2(scale * double{weight}))) /
+                            double{weight});
+}
+
 }  // namespace
 
 MeshShape choose_shape(const FsdpOptions& fsdp, const std::vector<int>& nodes,
@@ -76,6 +84,7 @@ Engine::Engine(const Qwen3Config& config, const FsdpOptions& fsdp, const AdamWOp
       divide_factor_(fsdp.gradient_divide_factor),
       sharding_(std::move(sharding)) {
   model_ = std::make_unique<Qwen3Model>(config, fsdp, B, T, sharding_, backend);
+  if (fsdp.param_dtype == DType::fp16) scaler_.emplace();
   sums_ = Buffer(*backend.device, DType::f64, {2}, Segment::workspace, "sums of a step");
 }
 
@@ -109,31 +118,36 @@ StepResult Engine::compute_gradients(const std::vector<TokenBatch>& micro_batche
     return result;
   }
   const double divisor = divide_factor_ > 0 ? divide_factor_ : static_cast<double>(result.kept);
-  const float scale = static_cast<float>(static_cast<double>(world_.size()) / divisor);
+  if (scaler_) result.loss_scale = scaler_->scale();
+  const float weight = static_cast<float>(static_cast<double>(world_.size()) / divisor);
+  const float loss_scale = scaler_ ? exact_scale(scaler_->scale(), weight) : 1.0f;
   const size_t n = micro_batches.size();
   zero_sums();
   for (size_t a = 0; a < n; ++a)
-    model_->forward_backward(micro_batches[a], scale, {a == 0, a + 1 == n}, loss_sum());
+    model_->forward_backward(micro_batches[a], weight, {a == 0, a + 1 == n, loss_scale},
+                             loss_sum());
   if (mesh().replica() == 0)  // all replicas have the same gradients
     for (int u = 0; u < model_->num_units(); ++u)
       add_grad_sum_squares(model_->unit(u), *backend_.ops, grad_sum());
   const Sums own = read_sums();
   double sums[2] = {own.loss, own.grad_squares};
   world_.all_reduce_sum(sums, 2);
-  require_finite(own.loss, sums[0], sums[1]);
   result.loss = sums[0] / static_cast<double>(result.kept);
   result.grad_norm = std::sqrt(sums[1]);
+  if (std::isfinite(result.loss) && std::isfinite(result.grad_norm)) return result;
+  // The sums are the same on every rank, so all ranks take the same branch.
+  if (result.loss_scale <= 1) fail_not_finite(own.loss, result);
+  result.overflow = true;
+  result.updated = false;
   return result;
 }
 
-// The sums are the same on every rank, so all ranks take the same branch.
-void Engine::require_finite(double own_loss, double loss_sum, double sum_squares) const {
-  if (std::isfinite(loss_sum) && std::isfinite(sum_squares)) return;
+void Engine::fail_not_finite(double own_loss, const StepResult& result) const {
   throw AgreedError(fmt::format(
-      "step {}: {} is not finite ({}); stopped before the update, the weights are those of "
+      "step {}: {} is not finite{} ({}); stopped before the update, the weights are those of "
       "step {}. Lower the learning rate, clip gradients, or check the data",
-      steps_done_ + 1, std::isfinite(loss_sum) ? "the gradient norm" : "the loss",
-      find_cause(own_loss), steps_done_));
+      steps_done_ + 1, std::isfinite(result.loss) ? "the gradient norm" : "the loss",
+      scaler_ ? " at loss scale 1" : "", find_cause(own_loss), steps_done_));
 }
 
 // One bad weight reaches every rank with the next gather, and one bad loss every gradient with the
@@ -165,6 +179,7 @@ std::string Engine::bad_parameter() const {
 
 void Engine::update(const StepResult& result, double lr) {
   ++steps_done_;
+  if (scaler_ && result.kept > 0) scaler_->update(result.overflow);
   if (!result.updated) return;
   ++updates_;                        // what AdamW's bias correction counts
   backend_.device->download_wait();  // a snapshot may still be read from the weights

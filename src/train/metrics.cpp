@@ -25,6 +25,13 @@ std::string human_time(double seconds) {
   return fmt::format("{}:{:02}:{:02}", s / 3600, s / 60 % 60, s % 60);
 }
 
+// Why a step changed nothing, or "".
+static std::string reason_to_skip(const StepResult& result) {
+  if (result.overflow)
+    return fmt::format("a gradient overflowed at loss scale {}", result.loss_scale);
+  return result.updated ? "" : "no label was kept";
+}
+
 Metrics::Metrics(const Run& run)
     : run_(run),
       file_(run.folder + "/metrics.jsonl", std::ios::app),
@@ -70,7 +77,9 @@ void Metrics::step(int64_t step, const StepResult& result, double lr, const Step
       {"model_flops_per_s", flops},
       {"peak_share", flops / run_.peak_flops},
       {"memory_bytes", timing.memory_bytes}};
-  if (!result.updated) line["skipped"] = "no label was kept";
+  const std::string skipped = reason_to_skip(result);
+  if (result.loss_scale > 0) line["loss_scale"] = result.loss_scale;
+  if (!skipped.empty()) line["skipped"] = skipped;
   write_line(line.dump());
   if (result.updated) train_.push_back({step, result.loss});
   interval_seconds_ += seconds;
@@ -81,13 +90,15 @@ void Metrics::step(int64_t step, const StepResult& result, double lr, const Step
     interval_loss_ += result.loss;
     interval_updates_ += 1;
   }
+  overflows_ += result.overflow;
   memory_bytes_ = timing.memory_bytes;
   if (step == run_.first_step || step % run_.log_every == 0 || step == run_.steps ||
       !result.updated)
-    console_line(step, result, lr);
+    console_line(step, result, lr, skipped);
 }
 
-void Metrics::console_line(int64_t step, const StepResult& result, double lr) {
+void Metrics::console_line(int64_t step, const StepResult& result, double lr,
+                           const std::string& skipped) {
   const double n = static_cast<double>(interval_steps_);
   const double step_s = interval_seconds_ / n;
   const double flops = run_.flops_per_step / step_s;
@@ -104,7 +115,7 @@ void Metrics::console_line(int64_t step, const StepResult& result, double lr) {
       interval_loss_ / std::max(1.0, static_cast<double>(interval_updates_)), result.grad_norm, lr,
       static_cast<double>(run_.tokens_per_step) / step_s, flops / 1e9,
       100 * flops / run_.peak_flops, step_s * 1e3, human_time(eta),
-      result.updated ? "" : "  skipped: no label was kept");
+      skipped.empty() ? "" : "  skipped: " + skipped);
   std::fflush(stdout);
   interval_seconds_ = interval_loss_ = 0;
   interval_steps_ = interval_updates_ = 0;
@@ -149,6 +160,7 @@ void Metrics::finish() {
       human_time(eval_seconds_),
       static_cast<double>(steps_run_ * run_.tokens_per_step) / step_seconds_,
       human_bytes(static_cast<double>(memory_bytes_)));
+  if (overflows_ > 0) fmt::print("{} step(s) skipped: a gradient overflowed in fp16\n", overflows_);
   if (!val_.empty()) fmt::print("held-out loss {:.4f} nats per token\n", val_.back().loss);
 }
 

@@ -22,7 +22,8 @@ std::vector<float> host_values(Device& device, const Tensor& t) {
 }
 
 void StepRecorder::start(int id, const std::string& name, const UnitLayout& layout,
-                         DType param_dtype) {
+                         DType param_dtype, double loss_scale) {
+  loss_scale_ = static_cast<float>(loss_scale);
   param_dtype_ = param_dtype;
   id_ = id;
   name_ = name;
@@ -77,8 +78,9 @@ void StepRecorder::before_reduce(int unit, const float* gradient) {
   gradients_.resize(layout_->size());
   magnitudes_.resize(layout_->size());
   for (int i = 0; i < layout_->size(); ++i) {
-    const std::vector<float> part = host_values(
+    std::vector<float> part = host_values(
         device_, Tensor::of(gradient + (*layout_)[i].offset, layout_->params()[i].shape));
+    for (float& g : part) g /= loss_scale_;
     gradients_[i].resize(part.size());
     magnitudes_[i].resize(part.size());
     for (size_t j = 0; j < part.size(); ++j) {

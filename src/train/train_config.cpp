@@ -72,9 +72,9 @@ void TrainConfig::describe(OptionTable& t) {
   t.add("train.seed", train.seed, "of the initial weights and of the sample order");
   t.add("train.param_dtype", train.param_dtype,
         "what is gathered and computed in; master weights are f32")
-      .one_of({"f32", "bf16"});
+      .one_of({"f32", "bf16", "fp16"});
   t.add("train.reduce_dtype", train.reduce_dtype, "what gradients travel in; sums are f32")
-      .one_of({"f32", "bf16"});
+      .one_of({"f32", "bf16", "fp16"});
   t.add("train.activation_checkpoint", train.activation_checkpoint,
         "what backward computes anew to save memory: selective: all but matrix products; full: a "
         "whole layer from its input; auto: as little as fits. The results are the same bits")
@@ -111,6 +111,21 @@ void TrainConfig::describe(OptionTable& t) {
   t.add("optim.decay", decay, "which parameters decay; matrices include the embedding")
       .one_of({"matrices", "all"});
   t.add("optim.clip", adamw.clip, "global gradient norm; 0: no clipping").at_least(0);
+
+  t.section("grad_scaler", "scale of the loss with fp16 parameters, as PyTorch's GradScaler");
+  t.add("grad_scaler.init_scale", grad_scaler.init_scale, "of the first step")
+      .at_least(1)
+      .at_most(0x1p127);
+  t.add("grad_scaler.growth_factor", grad_scaler.growth_factor, "after growth_interval good steps")
+      .at_least(1);
+  t.add("grad_scaler.backoff_factor", grad_scaler.backoff_factor,
+        "after a gradient that is not finite; its step is skipped; down to scale 1")
+      .at_least(0)
+      .at_most(1);
+  t.add("grad_scaler.growth_interval", grad_scaler.growth_interval,
+        "without a skipped step between")
+      .at_least(1)
+      .unit("steps");
 
   t.section("schedule", "learning rate as a function of the step");
   t.add("schedule.kind", schedule.kind, "after the warm-up")
@@ -214,6 +229,8 @@ void TrainConfig::finish(int ranks) {
   schedule.total_steps = train.steps;
   if (data.train.empty())
     fail_usage("data.train is not set: name a token file (`qshard data tokenize` makes one)");
+  if (grad_scaler.backoff_factor >= 1)
+    fail_usage("grad_scaler.backoff_factor must be below 1, found {}", grad_scaler.backoff_factor);
   for (double beta : {adamw.beta1, adamw.beta2})
     if (beta >= 1) fail_usage("optim.beta1 and optim.beta2 must be below 1, found {}", beta);
   if (schedule.warmup_steps > train.steps)
@@ -303,10 +320,12 @@ ConfigChanges compare_runs(const nlohmann::json& saved, const nlohmann::json& no
   nlohmann::json a = default_settings().flatten();
   const nlohmann::json b = now.flatten();
   a.update(saved.flatten());
+  const bool scales_loss = b.value("/train/param_dtype", "") == "fp16";
   for (const auto& [path, value] : b.items()) {
     const nlohmann::json old = a.contains(path) ? a[path] : nlohmann::json();
     if (old == value || starts_with_any(path, ignored)) continue;
     if (path == "/derived/tokenizer" && old.is_null()) continue;  // not known then
+    if (path.starts_with("/grad_scaler/") && !scales_loss) continue;
     std::string key = path.substr(1);
     std::replace(key.begin(), key.end(), '/', '.');
     const std::string text = fmt::format("{}: {} → {}", key, old.dump(), value.dump());

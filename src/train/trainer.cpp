@@ -128,6 +128,7 @@ void Trainer::make_engine() {
       model_config_, config_.fsdp, config_.adamw,
       make_sharding(config_.transport, config_.fsdp, world_, backend_, traced_ ? trace : nullptr),
       config_.train.micro_batch, config_.train.seq, backend_);
+  if (engine_->scaler()) engine_->scaler().emplace(config_.grad_scaler);
 }
 
 // Sets checkpoint_, saved_ and first_step_.
@@ -202,6 +203,8 @@ void Trainer::restore() {
     engine_->model().unit(u).publish();
   }
   if (!weights_only) engine_->restore(saved_.step, saved_.updates);
+  if (!weights_only && engine_->scaler() && saved_.loss_scale > 0)
+    engine_->scaler()->restore(saved_.loss_scale, saved_.growth_tracker);
   if (world_.rank() == 0)
     say("resumed     {} written by {} rank(s) in {:.2f} s: {}", checkpoint_, saved_.world_size,
         seconds_since(begin),
@@ -223,6 +226,10 @@ void Trainer::save(int64_t step) {
   state.samples = step * config_.train.global_batch;
   state.epoch = step / sampler_->steps_per_epoch();
   state.seed = config_.train.seed;
+  if (engine_->scaler()) {
+    state.loss_scale = engine_->scaler()->scale();
+    state.growth_tracker = engine_->scaler()->growth_tracker();
+  }
   state.model = model_config_.to_json();
   state.run = settings_;
   checkpointer_->save(state);
@@ -347,8 +354,9 @@ void Trainer::print_start(const std::string& table) {
       sampler_->steps_per_epoch(), sampler_->dropped_per_epoch());
   say("step        {} sequences = {} ranks × {} micro-batches × {} sequences of {} tokens",
       t.global_batch, world_.size(), config_.accumulation(world_.size()), t.micro_batch, t.seq);
-  say("numbers     parameters {}, gradients reduced as {}, sums and master weights f32",
-      t.param_dtype, t.reduce_dtype);
+  say("numbers     parameters {}, products in {}, gradients reduced as {}, sums and master weights "
+      "f32",
+      t.param_dtype, backend_.ops->products(config_.fsdp.param_dtype), t.reduce_dtype);
   say("ranks       {} on {} node(s), {}, {} thread(s) a rank, {}", world_.size(), world_.nodes(),
       backend_.device->name(), world_.threads_per_rank(),
       fmt::format("{}, {}", world_.mpi_version(), hdf5_version()));

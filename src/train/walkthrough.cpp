@@ -94,7 +94,7 @@ Traffic difference(const Traffic& a, const Traffic& b) {
 // A whole step at rate 0, so that code and memory are warm and rows are published as in training;
 // weights keep their values, moments and counts are set back.
 void warm_up(Engine& engine, Device& device, const std::vector<TokenBatch>& batches) {
-  engine.step(batches, 0);
+  while (engine.step(batches, 0).overflow) continue;  // until the scale of the loss fits
   for (int u = 0; u < engine.model().num_units(); ++u)
     for (int i = 0; i < engine.model().unit(u).size(); ++i)
       for (const Tensor& moment :
@@ -200,7 +200,8 @@ class Walk {
     trace_.record(false);
     warm_up(engine, *backend_.device, tokens_.batches);
     trace_.record(true);
-    recorder_.start(unit_id(), unit.name(), unit.layout(), o_.fsdp.param_dtype);
+    recorder_.start(unit_id(), unit.name(), unit.layout(), o_.fsdp.param_dtype,
+                    engine.scaler() ? engine.scaler()->scale() : 1);
     record_.units = record_units(engine.model(), engine.collectives(), world_);
     record_.memory = record_memory(*backend_.device);
 
@@ -216,6 +217,7 @@ class Walk {
                {"grad_norm", result.grad_norm},
                {"labels", result.kept},
                {"lr", kLearningRate}};
+    if (result.loss_scale > 0) result_["loss_scale"] = result.loss_scale;
     if (!o_.reference.empty())
       for (const WalkthroughCheck& check :
            check_activations(o_, world_, engine.model().shape(), recorder_))

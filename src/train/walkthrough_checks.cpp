@@ -253,13 +253,25 @@ std::vector<WalkthroughCheck> check_records(const WalkthroughOptions& o,
           check_flops(o, ranks)};
 }
 
-// Rounding: what each rank reduces, to reduce_dtype; then f32 sums of ranks and micro-batches.
+namespace {
+
+// A unit in the last place, relative; of 16-bit values.
+double unit_of(DType dtype) { return dtype == DType::fp16 ? 0x1p-10 : 0x1p-7; }
+
+}  // namespace
+
+// Rounding: what each rank reduces, to reduce_dtype; then f32 sums of ranks and micro-batches. fp16
+// has no smaller unit than 2^-24, of gradients times the scale of the loss.
 WalkthroughCheck check_mean_gradient(const WalkthroughOptions& o, const World& world,
                                      Device& device, const Unit& unit,
                                      const StepRecorder& recorder) {
   constexpr int64_t kPart = 1 << 16;
   const double terms = world.size() + static_cast<double>(o.accumulation);
-  const double relative = terms * 0x1p-22 + (o.fsdp.reduce_dtype == DType::f32 ? 0 : 0x1p-8);
+  const DType moved = o.fsdp.reduce_dtype;
+  const double relative = terms * 0x1p-22 + (moved == DType::f32 ? 0 : unit_of(moved) / 2);
+  const double smallest =
+      moved == DType::fp16 ? static_cast<double>(o.accumulation) * 0x1p-24 / recorder.loss_scale()
+                           : 1e-37;
   double worst = 0;  // share of the bound
   double difference = 0, norm = 0;
   for (int i = 0; i < unit.size(); ++i) {
@@ -280,7 +292,7 @@ WalkthroughCheck check_mean_gradient(const WalkthroughOptions& o, const World& w
         if (k < 0 || k >= static_cast<int64_t>(own.size())) continue;
         const double mean = sums[j] / world.size(), bound = sums[n + j] / world.size() * relative;
         const double error = std::abs(own[k] - mean);
-        const double share = error == 0 ? 0 : error / (bound + 1e-37);
+        const double share = error == 0 ? 0 : error / (bound + smallest);
         worst = std::isfinite(share) ? std::max(worst, share) : INFINITY;
         difference += error * error;
         norm += mean * mean;
@@ -308,7 +320,7 @@ WalkthroughCheck check_single_process(const WalkthroughOptions& o, const World& 
                                       Backend& backend, TokenBatch batch,
                                       const StepRecorder& recorder) {
   WalkthroughCheck check{"the layer's output = that of one process with all weights", "", "", true};
-  const double limit = o.fsdp.param_dtype == DType::f32 ? 1e-6 : 0x1p-8;
+  const double limit = o.fsdp.param_dtype == DType::f32 ? 1e-6 : unit_of(o.fsdp.param_dtype) / 2;
   check.expected = fmt::format("relative L2 difference below {:.0e}, on rank 0's tokens", limit);
   collectively(world, [&] {
     if (world.rank() != 0) return;

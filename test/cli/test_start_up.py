@@ -127,7 +127,7 @@ def test_singletons_of_a_broken_srun(tmp):
 
 
 def test_usage_errors_of_verify(tmp):
-    for arguments, text in ((["--param-dtype", "fp16"], "fp16"), (["--transport", "tcp"], "tcp"),
+    for arguments, text in ((["--param-dtype", "fp8"], "fp8"), (["--transport", "tcp"], "tcp"),
                             (["--prefetch", "-1"], "prefetch")):
         result = cli.qshard("verify", "--reference", tmp, *arguments, ranks=2)
         runs.expect_one_error(result, 2, text)

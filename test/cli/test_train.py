@@ -145,11 +145,74 @@ def test_epochs_drop_the_same_remainder_everywhere(tmp):
 def test_start_log_says_what_runs(tmp):
     runs.start_files(tmp)
     result = runs.train(tmp, 4, train__steps=1, train__param_dtype="bf16")
-    cli.expect(result, out="parameters bf16, gradients reduced as f32")
+    cli.expect(result, out="numbers     parameters bf16, products in ")
+    assert ", gradients reduced as f32, " in result.out, result
     assert "12 sequences = 4 ranks × 1 micro-batches × 3 sequences of 8 tokens" in result.out
     assert "4 on 1 node(s)" in result.out and "\ntransport   shm (" in result.out, result
     start = [line for line in result.out.split("\nstep 1/")[0].splitlines() if line]
     assert len(set(start)) == len(start), f"a line that more than one rank printed\n{result}"
+
+
+def test_fp16_follows_f32(tmp):
+    runs.start_files(tmp)
+    values = dict(train__steps=30, optim__lr=0.01)
+    curves = {}
+    for ranks, dtype in ((1, "f32"), (1, "fp16"), (3, "fp16")):
+        out = tmp / f"{dtype}-{ranks}"
+        result = runs.train(tmp, ranks, train__out=out, train__param_dtype=dtype, **values)
+        cli.expect(result)
+        curves[dtype, ranks] = runs.metrics(out)[0]
+        fields = STEP_FIELDS + (["loss_scale"] if dtype == "fp16" else [])
+        assert all(list(line) == fields for line in curves[dtype, ranks]), result
+    for ranks in (1, 3):
+        for ours, exact in zip(curves["fp16", ranks], curves["f32", 1], strict=True):
+            assert ours["loss_scale"] == 65536, ours
+            assert ours["loss"] != exact["loss"] and runs.close(ours["loss"], exact["loss"], 2e-3), (
+                ours, exact)
+
+
+# Every gradient overflows at the scale of the first steps: they are skipped and told, and the run
+# goes on; stopped amid an interval and resumed it has the same bits.
+def test_fp16_overflow_is_skipped_and_told(tmp):
+    runs.start_files(tmp)
+    values = dict(train__steps=40, train__param_dtype="fp16", train__log_every=50,
+                  train__save_model="true", extra=["--grad_scaler.init_scale", 2.0**40,
+                                                   "--grad_scaler.growth_interval", 4])
+    result = runs.train(tmp, 2, **values)
+    cli.expect(result)
+    lines = runs.metrics(tmp / "out")[0]
+    skipped = [line for line in lines if "skipped" in line]
+    assert 5 < len(skipped) < 35 and "skipped" in lines[0], skipped
+    scale, good = 2.0**40, 0
+    for line in lines:
+        assert line["loss_scale"] == scale, (line, scale)
+        good = 0 if "skipped" in line else good + 1
+        scale *= 0.5 if good == 0 else 2 if good % 4 == 0 else 1
+        good %= 4
+        if "skipped" in line:
+            assert "overflow" in line["skipped"], line
+    assert result.out.count("skipped: a gradient overflowed at loss scale") == len(skipped), result
+    assert f"{len(skipped)} step(s) skipped: a gradient overflowed" in result.out, result
+
+    stop = next(i for i, line in enumerate(lines, 1) if i > 20 and line["loss_scale"] ==
+                lines[i]["loss_scale"] == lines[i - 2]["loss_scale"])
+    out = tmp / "resumed"
+    cli.expect(runs.train(tmp, 2, **{**values, "train__out": out, "train__stop_after": stop}), rc=75)
+    saved = cli.qshard("ckpt", "show", out / "checkpoints" / f"step-{stop:08}.h5")
+    cli.expect(saved, out=f"loss_scale   {lines[stop]['loss_scale']:.1f}")
+    extra = [*values["extra"], "--resume", "auto"]
+    cli.expect(runs.train(tmp, 2, **{**values, "train__out": out, "extra": extra}))
+    assert [line for line in runs.without_clock(out) if "loss" in line] == [
+        line for line in runs.without_clock(tmp / "out") if "loss" in line]
+    assert digest(out / "model.safetensors") == digest(tmp / "out" / "model.safetensors")
+
+
+# Nothing mends a loss that is not finite by itself: the scale falls to 1, and the run ends.
+def test_fp16_that_never_fits_ends_the_run(tmp):
+    runs.start_files(tmp)
+    result = runs.train(tmp, 2, train__param_dtype="fp16", train__steps=9, optim__lr=1e6,
+                        optim__clip=0, extra=["--grad_scaler.init_scale", 4])
+    runs.expect_one_error(result, 1, "not finite at loss scale 1", "step ")
 
 
 def test_one_cpu_for_four_ranks_is_warned_of(tmp):

@@ -44,7 +44,7 @@ def edit_json(path, change):
 
 def test_cases_pass(tmp):
     for name, ranks in RANKS.items():
-        for dtype in ("f32", "bf16"):
+        for dtype in ("f32", "bf16", "fp16"):
             for transport in ("shm", "mpi"):
                 result = verify(REFERENCE / name, "--param-dtype", dtype, "--transport", transport,
                                 ranks=ranks)

@@ -44,7 +44,7 @@ int64_t most_waits(Fn fn) {
 }
 
 class CudaEngine : public testing::TestWithParam<DType> {};
-INSTANTIATE_TEST_SUITE_P(Dtypes, CudaEngine, testing::Values(DType::f32, DType::bf16));
+INSTANTIATE_TEST_SUITE_P(Dtypes, CudaEngine, testing::Values(DType::f32, DType::bf16, DType::fp16));
 
 TEST_P(CudaEngine, AStepAndAnEvaluationWaitOnce) {
   TinyRun run;
@@ -67,7 +67,9 @@ TEST_P(CudaEngine, LossIsThatOfTheCpu) {
   const auto batches = some_batches(run, 3, 2 * run.B);
   const Outcome cpu = train(run, batches, Deal::split);
   Engine engine = make_engine(run);
-  const double tolerance = GetParam() == DType::f32 ? 1e-5 : 4e-3;
+  const double tolerance = GetParam() == DType::f32    ? 1e-5
+                           : GetParam() == DType::fp16 ? 5e-4
+                                                       : 4e-3;
   for (size_t s = 0; s < batches.size(); ++s) {
     const StepResult r = engine.step(deal(batches[s], run.B, Deal::split), run.lr);
     EXPECT_NEAR(r.loss, cpu.losses[s], tolerance * cpu.losses[s]) << s;
@@ -95,6 +97,37 @@ TEST_P(CudaEngine, AnUpdateWaitsForDownloads) {
     const float* values = copy->as<float>();
     EXPECT_EQ(std::vector<float>(values, values + weight.numel()), before);
   }
+}
+
+// Skipped on the GPU as on the CPU, where engine_test looks closer.
+TEST(CudaLossScale, OverflowSkipsTheStepAndHalvesTheScale) {
+  TinyRun run;
+  run.fsdp.param_dtype = run.fsdp.reduce_dtype = DType::fp16;
+  Engine engine = make_engine(run);
+  Device& device = *cuda_backend().device;
+  const GlobalBatch batch(0, run.B, run.T, run.config.vocab_size);
+  const auto values = [&](const Tensor& t) {
+    std::vector<float> copy(t.numel());
+    device.copy(copy.data(), t.data, t.bytes());
+    return copy;
+  };
+  const Tensor weight = engine.model().unit(1).master(1),
+               moment = engine.model().unit(1).exp_avg(1);
+  const std::vector<float> before = values(weight);
+  engine.scaler()->restore(0x1p40, 7);
+  StepResult r = engine.step({batch.from(0)}, run.lr);
+  int skipped = 0;
+  for (; r.overflow; r = engine.step({batch.from(0)}, run.lr)) {
+    ++skipped;
+    EXPECT_EQ(engine.scaler()->scale(), std::ldexp(0x1p40, -skipped));
+    EXPECT_EQ(values(weight), before);
+    EXPECT_EQ(values(moment), std::vector<float>(moment.numel()));
+    EXPECT_EQ(engine.updates(), 0);
+  }
+  EXPECT_GE(skipped, 10);
+  EXPECT_EQ(engine.updates(), 1);
+  EXPECT_TRUE(std::isfinite(r.grad_norm));
+  EXPECT_NE(values(weight), before);
 }
 
 }  // namespace

@@ -64,21 +64,23 @@ def test_f32_follows_the_cpu(tmp):
             assert runs.close(ours["val_loss"], theirs["val_loss"]), (ours, theirs)
 
 
-def test_bf16_follows_the_cpu(tmp):
+def test_16_bits_follow_the_cpu(tmp):
     """Rounded at the same places, but from sums in another order, so to other values now and then.
     Each of the two is as far from f32 as the CPU's, which makes twice that between them."""
     runs.start_files(tmp)
     train(tmp, 1, "f32", backend="cpu")
-    train(tmp, 1, "cpu", backend="cpu", train__param_dtype="bf16")
-    exact, rounded = ck.curve(tmp / "f32"), ck.curve(tmp / "cpu")
-    for what in (0, 1):  # loss, norm
-        limit = max(abs(rounded[s][what] / exact[s][what] - 1) for s in exact)
-        for ranks in (1, 2, 4):
-            out = tmp / f"cuda{ranks}"
-            if what == 0:
-                train(tmp, ranks, out, train__param_dtype="bf16")
-            off = max(abs(ck.curve(out)[s][what] / rounded[s][what] - 1) for s in exact)
-            assert 0 < off <= 2 * limit, (what, ranks, off, limit)
+    exact = ck.curve(tmp / "f32")
+    for dtype, all_ranks in (("bf16", (1, 2, 4)), ("fp16", (1, 4))):
+        train(tmp, 1, f"cpu-{dtype}", backend="cpu", train__param_dtype=dtype)
+        rounded = ck.curve(tmp / f"cpu-{dtype}")
+        for what in (0, 1):  # loss, norm
+            limit = max(abs(rounded[s][what] / exact[s][what] - 1) for s in exact)
+            for ranks in all_ranks:
+                out = tmp / f"{dtype}-{ranks}"
+                if what == 0:
+                    train(tmp, ranks, out, train__param_dtype=dtype)
+                off = max(abs(ck.curve(out)[s][what] / rounded[s][what] - 1) for s in exact)
+                assert 0 < off <= 2 * limit, (dtype, what, ranks, off, limit)
 
 
 def test_runs_and_resumed_runs_are_the_same_bits(tmp):
@@ -86,7 +88,8 @@ def test_runs_and_resumed_runs_are_the_same_bits(tmp):
     runs.start_files(tmp)
     cases = [(2, dict(checkpoint__async="true", checkpoint__every=2, train__micro_batch=2)),
              (4, dict(train__param_dtype="bf16", train__reduce_dtype="bf16",
-                      fsdp__reshard_after_forward="false", checkpoint__async="true"))]
+                      fsdp__reshard_after_forward="false", checkpoint__async="true")),
+             (3, dict(train__param_dtype="fp16", train__reduce_dtype="fp16"))]
     for ranks, values in cases:
         straight, again, resumed = (f"{name}{ranks}" for name in ("straight", "again", "resumed"))
         train(tmp, ranks, straight, **values)

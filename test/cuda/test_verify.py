@@ -17,7 +17,9 @@ def test_bf16(tmp):
 
 
 def test_fp16(tmp):
-    expect_ok(verify("wide-head-untied", "--param-dtype", "fp16", ranks=3))
+    for case, ranks in (("tiny-tied", 4), ("wide-head-untied", 3), ("empty-shards", 8)):
+        for transport in ("nccl", "mpi-cuda"):
+            expect_ok(verify(case, "--param-dtype", "fp16", "--transport", transport, ranks=ranks))
 
 
 # A known miss: the loss is 6.7e-4 from the truth, the limit is 5.2e-4 (the CPU has 5.05e-4). This

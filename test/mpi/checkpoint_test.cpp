@@ -259,6 +259,22 @@ TEST(Checkpoint, ComesBackOnAnyLayout) {
   EXPECT_EQ(folder.names(), std::vector<std::string>{"step-00000007.h5"});
 }
 
+// With a scale of the loss, exactly, or without.
+TEST(Checkpoint, HoldsTheLossScale) {
+  const SharedFolder folder;
+  Tensors tensors;
+  tensors.fill(1);
+  for (double scale : {0.0, 1.0, 65536.0, 0x1p100, 1000.0 / 3}) {
+    CheckpointState state = state_of(1);
+    state.loss_scale = scale;
+    state.growth_tracker = scale > 0 ? 1999 : 0;
+    const std::string path = save_checkpoint(world(), folder.path(), state, tensors.own, {}).path;
+    const CheckpointState found = read_checkpoint_state(path);
+    EXPECT_EQ(found.loss_scale, scale);
+    EXPECT_EQ(found.growth_tracker, state.growth_tracker);
+  }
+}
+
 TEST(Checkpoint, WhatIsInTheFileDoesNotDependOnRanks) {
   const SharedFolder folder;
   save(folder, 4);
@@ -649,7 +665,7 @@ struct TrainedModel {
     for (int64_t s = first; s <= last; ++s) {
       const GlobalBatch batch(s, rows, tiny.T, tiny.config.vocab_size);
       const StepResult r = engine->step(deal(batch, tiny.B, Deal::split), tiny.lr);
-      seen.push_back(r.loss), seen.push_back(r.grad_norm);
+      seen.insert(seen.end(), {r.loss, r.grad_norm, r.loss_scale});
     }
     return seen;
   }
@@ -661,7 +677,17 @@ struct TrainedModel {
   CheckpointState state(int64_t step) const {
     CheckpointState s = state_of(step);
     s.updates = engine->updates();
+    if (engine->scaler()) {
+      s.loss_scale = engine->scaler()->scale();
+      s.growth_tracker = engine->scaler()->growth_tracker();
+    }
     return s;
+  }
+  // Grows after every second good step.
+  void scale_quickly() {
+    GradScalerOptions quick;
+    quick.growth_interval = 2;
+    if (engine->scaler()) engine->scaler().emplace(quick);
   }
   void restore(const std::string& path) {
     load_checkpoint(world(), path, checkpoint_tensors(engine->model(), false), false);
@@ -671,11 +697,12 @@ struct TrainedModel {
     }
     const CheckpointState s = read_checkpoint_state(path);
     engine->restore(s.step, s.updates);
+    if (engine->scaler()) engine->scaler()->restore(s.loss_scale, s.growth_tracker);
   }
 };
 
 TEST(Resume, IsBitwiseTheUninterruptedRun) {
-  for (const DType dtype : {DType::f32, DType::bf16})
+  for (const DType dtype : {DType::f32, DType::bf16, DType::fp16})
     for (const char* transport : {"shm", "mpi"})
       for (const bool async : {false, true}) {
         SCOPED_TRACE(fmt::format("{} {} async {}", dtype_name(dtype), transport, async));
@@ -684,7 +711,11 @@ TEST(Resume, IsBitwiseTheUninterruptedRun) {
         tiny.fsdp.param_dtype = dtype;
         tiny.transport = transport;
         TrainedModel straight{tiny};
+        straight.scale_quickly();
         straight.steps(1, 3);
+        if (dtype == DType::fp16) {  // amid an interval
+          EXPECT_EQ(straight.engine->scaler()->growth_tracker(), 1);
+        }
         Checkpointer checkpointer = straight.checkpointer(folder, async);
         checkpointer.save(straight.state(3));
         const std::vector<double> expected = straight.steps(4, 6);  // under an async save
@@ -693,9 +724,12 @@ TEST(Resume, IsBitwiseTheUninterruptedRun) {
 
         tiny.seed = 99;  // other initial weights: all have to come from the file
         TrainedModel resumed{tiny};
+        resumed.scale_quickly();
         resumed.restore(folder.checkpoint(3));
         EXPECT_EQ(resumed.steps(4, 6), expected);
         EXPECT_EQ(weights_of(*resumed.engine), weights_of(*straight.engine));
+        EXPECT_EQ(resumed.state(6).loss_scale, straight.state(6).loss_scale);
+        EXPECT_EQ(resumed.state(6).growth_tracker, straight.state(6).growth_tracker);
       }
 }
 

@@ -179,12 +179,14 @@ TEST(Engine, ReshardAndPrefetchDoNotChangeABit) {
       }
 }
 
-TEST(Engine, TransportsAgreeBitByBitInBf16) {
+TEST(Engine, TransportsAgreeBitByBitIn16Bits) {
   TinyRun run;
-  run.fsdp.param_dtype = DType::bf16;
   const auto batches = some_batches(run, 3, 2 * run.B * ranks());
-  for (DType reduce : {DType::f32, DType::bf16})
+  for (auto [param, reduce] :
+       {std::pair{DType::bf16, DType::f32}, std::pair{DType::bf16, DType::bf16},
+        std::pair{DType::fp16, DType::f32}, std::pair{DType::fp16, DType::fp16}})
     for (bool every : {true, false}) {
+      run.fsdp.param_dtype = param;
       run.fsdp.reduce_dtype = reduce;
       run.fsdp.reduce_every_microbatch = every;
       run.transport = "shm";
@@ -204,19 +206,22 @@ TEST(Engine, RunsAreRepeatable) {
   EXPECT_NE(train(run, batches, Deal::split).losses[0], first.losses[0]);
 }
 
-TEST(Engine, ReductionInBf16IsCloseAndNotTheSame) {
+// Half a unit in the last place is 2^-9 in bf16 and 2^-12 in fp16.
+TEST(Engine, ReductionIn16BitsIsCloseAndNotTheSame) {
   TinyRun run;
   const auto batches = some_batches(run, 1, run.B * ranks());
   const auto micro = deal(batches[0], run.B, Deal::split);
   auto exact = run.engine();
   const StepResult a = exact->compute_gradients(micro);
-  run.fsdp.reduce_dtype = DType::bf16;
-  auto rounded = run.engine();
-  const StepResult b = rounded->compute_gradients(micro);
-  EXPECT_EQ(a.loss, b.loss);
-  const double difference = relative_difference(gradients_of(*rounded), gradients_of(*exact));
-  EXPECT_LT(difference, 1e-2);
-  EXPECT_GT(difference, 1e-5);
+  for (auto [dtype, rounding] : {std::pair{DType::bf16, 0x1p-9}, std::pair{DType::fp16, 0x1p-12}}) {
+    run.fsdp.reduce_dtype = dtype;
+    auto rounded = run.engine();
+    const StepResult b = rounded->compute_gradients(micro);
+    EXPECT_EQ(a.loss, b.loss);
+    const double difference = relative_difference(gradients_of(*rounded), gradients_of(*exact));
+    EXPECT_LT(difference, rounding) << dtype_name(dtype);
+    EXPECT_GT(difference, rounding / 100) << dtype_name(dtype);
+  }
 }
 
 // --- numbers
@@ -261,6 +266,166 @@ TEST(Engine, VocabularyThatDoesNotDivide) {
   }
 }
 
+// --- scale of the loss
+
+TEST(LossScale, IsForFp16Alone) {
+  for (DType dtype : {DType::f32, DType::bf16, DType::fp16}) {
+    TinyRun run;
+    run.fsdp.param_dtype = dtype;
+    auto engine = run.engine();
+    EXPECT_EQ(engine->scaler().has_value(), dtype == DType::fp16);
+    const auto batches = some_batches(run, 1, run.B * ranks());
+    const StepResult r = engine->step(deal(batches[0], run.B, Deal::split), run.lr);
+    EXPECT_EQ(r.loss_scale, dtype == DType::fp16 ? 65536 : 0);
+    EXPECT_TRUE(r.updated && !r.overflow);
+  }
+}
+
+// fp16 is f32 to its rounding, loss, norm and gradients without the scale in them.
+TEST(LossScale, IsNotInTheResults) {
+  TinyRun run;
+  const auto batches = some_batches(run, 1, 2 * run.B * ranks());
+  const auto micro = deal(batches[0], run.B, Deal::split);
+  auto exact = run.engine();
+  const StepResult truth = exact->compute_gradients(micro);
+  run.fsdp.param_dtype = DType::fp16;
+  for (bool every : {true, false})
+    for (double scale : {256.0, 65536.0}) {
+      run.fsdp.reduce_every_microbatch = every;
+      auto engine = run.engine();
+      engine->scaler()->restore(scale, 0);
+      const StepResult r = engine->compute_gradients(micro);
+      EXPECT_EQ(r.loss_scale, scale);
+      EXPECT_NEAR(r.loss, truth.loss, 1e-3 * truth.loss);
+      EXPECT_NEAR(r.grad_norm, truth.grad_norm, 3e-3 * truth.grad_norm);
+      EXPECT_LT(relative_difference(gradients_of(*engine), gradients_of(*exact)), 5e-3);
+    }
+}
+
+std::vector<float> moments_of(Engine& engine) {
+  std::vector<float> all = own_rows(engine, [](Unit& unit, int i) { return unit.exp_avg(i); });
+  const auto squares = own_rows(engine, [](Unit& unit, int i) { return unit.exp_avg_sq(i); });
+  all.insert(all.end(), squares.begin(), squares.end());
+  return all;
+}
+
+class LossScaleOn : public testing::TestWithParam<const char*> {};
+INSTANTIATE_TEST_SUITE_P(Transports, LossScaleOn, testing::Values("shm", "mpi"));
+
+// A scale that every gradient overflows with: skipped until it fits, then as if it had begun there.
+TEST_P(LossScaleOn, OverflowSkipsTheStepAndHalvesTheScale) {
+  for (DType reduce : {DType::f32, DType::fp16}) {
+    TinyRun run;
+    run.transport = GetParam();
+    run.fsdp.param_dtype = DType::fp16;
+    run.fsdp.reduce_dtype = reduce;
+    const auto batches = some_batches(run, 2, run.B * ranks());
+    const auto step = [&](Engine& engine, int s) {
+      return engine.step(deal(batches[s], run.B, Deal::split), run.lr);
+    };
+    auto engine = run.engine();
+    step(*engine, 0);  // moments and AdamW's count are no longer zero
+    const std::vector<float> weights = weights_of(*engine), moments = moments_of(*engine);
+    double scale = 0x1p40;
+    engine->scaler()->restore(scale, 7);
+    int skipped = 0;
+    StepResult r = step(*engine, 1);
+    for (; r.overflow; r = step(*engine, 1)) {
+      ++skipped;
+      EXPECT_FALSE(r.updated);
+      EXPECT_EQ(r.loss_scale, scale);
+      scale /= 2;
+      EXPECT_EQ(engine->scaler()->scale(), scale);
+      EXPECT_EQ(engine->scaler()->growth_tracker(), 0);
+      EXPECT_EQ(engine->updates(), 1);
+      EXPECT_EQ(engine->steps_done(), 1 + skipped);
+      EXPECT_EQ(weights_of(*engine), weights);
+      EXPECT_EQ(moments_of(*engine), moments);
+    }
+    EXPECT_GE(skipped, 10);
+    EXPECT_TRUE(r.updated);
+    EXPECT_EQ(engine->updates(), 2);
+
+    auto straight = run.engine();
+    step(*straight, 0);
+    straight->scaler()->restore(scale, 0);
+    const StepResult expected = step(*straight, 1);
+    EXPECT_EQ(r.loss, expected.loss);
+    EXPECT_EQ(r.grad_norm, expected.grad_norm);
+    EXPECT_EQ(weights_of(*engine), weights_of(*straight));
+    EXPECT_EQ(moments_of(*engine), moments_of(*straight));
+  }
+}
+
+// Puts a value into the last rank's gradient of the first layer, once.
+class PlantedGradient final : public Collectives {
+ public:
+  PlantedGradient(std::unique_ptr<Collectives> inner, float value)
+      : inner_(std::move(inner)), value_(value) {}
+  std::string name() const override { return inner_->name(); }
+  int add_unit(const UnitSpec& spec) override { return inner_->add_unit(spec); }
+  void finish_setup() override { inner_->finish_setup(); }
+  Tensor shard(int unit, int piece) override { return inner_->shard(unit, piece); }
+  void publish(int unit) override { inner_->publish(unit); }
+  void gather_start(int unit) override { inner_->gather_start(unit); }
+  void* gather_wait(int unit) override { return inner_->gather_wait(unit); }
+  void reshard(int unit) override { inner_->reshard(unit); }
+  float* grad_buffer(int unit) override { return inner_->grad_buffer(unit); }
+  void reduce_start(int unit) override {
+    const bool here = unit == 1 && test_world().rank() == ranks() - 1;
+    if (here && !planted_) inner_->grad_buffer(unit)[0] = value_;
+    planted_ = planted_ || unit == 1;
+    inner_->reduce_start(unit);
+  }
+  void reduce_wait(int unit, std::span<const Tensor> dst, float scale, bool accumulate) override {
+    inner_->reduce_wait(unit, dst, scale, accumulate);
+  }
+
+ private:
+  std::unique_ptr<Collectives> inner_;
+  float value_;
+  bool planted_ = false;
+};
+
+Sharding planted(const TinyRun& run, const char* transport, float value) {
+  return make_sharding(TransportOptions(transport), run.fsdp, test_world(), test_backend(),
+                       [&](std::unique_ptr<Collectives> inner, const World&) {
+                         return std::make_unique<PlantedGradient>(std::move(inner), value);
+                       });
+}
+
+TEST_P(LossScaleOn, OneGradientOfOneRankIsEnough) {
+  for (float value : {std::numeric_limits<float>::infinity(), std::nanf("")}) {
+    TinyRun run;
+    run.fsdp.param_dtype = DType::fp16;
+    const auto batches = some_batches(run, 2, run.B * ranks());
+    Engine engine(run.config, run.fsdp, run.adamw, planted(run, GetParam(), value), run.B, run.T,
+                  test_backend());
+    engine.model().init_parameters(run.seed);
+    const std::vector<float> before = weights_of(engine);
+    const StepResult bad = engine.step(deal(batches[0], run.B, Deal::split), run.lr);
+    EXPECT_TRUE(bad.overflow && !bad.updated);
+    EXPECT_TRUE(std::isfinite(bad.loss));
+    EXPECT_EQ(weights_of(engine), before);
+    EXPECT_EQ(engine.scaler()->scale(), 32768);
+    const StepResult good = engine.step(deal(batches[1], run.B, Deal::split), run.lr);
+    EXPECT_TRUE(good.updated);
+    EXPECT_NE(weights_of(engine), before);
+  }
+}
+
+TEST_P(LossScaleOn, OtherDtypesStillEndTheRun) {
+  for (DType dtype : {DType::f32, DType::bf16}) {
+    TinyRun run;
+    run.fsdp.param_dtype = dtype;
+    const auto batches = some_batches(run, 1, run.B * ranks());
+    Engine engine(run.config, run.fsdp, run.adamw, planted(run, GetParam(), std::nanf("")), run.B,
+                  run.T, test_backend());
+    engine.model().init_parameters(run.seed);
+    EXPECT_THROW(engine.step(deal(batches[0], run.B, Deal::split), run.lr), AgreedError);
+  }
+}
+
 // --- values that are not finite
 
 // Poisons one element of the first parameter that this rank owns rows of; returns its name.
@@ -281,11 +446,12 @@ class NotFinite : public testing::TestWithParam<const char*> {};
 INSTANTIATE_TEST_SUITE_P(Transports, NotFinite, testing::Values("shm", "mpi"));
 
 TEST_P(NotFinite, OneRanksWeightStopsAllRanksWithOneMessage) {
-  for (DType dtype : {DType::f32, DType::bf16}) {
+  for (DType dtype : {DType::f32, DType::bf16, DType::fp16}) {
     TinyRun run;
     run.transport = GetParam();
     run.fsdp.param_dtype = dtype;
     auto engine = run.engine();
+    if (engine->scaler()) engine->scaler()->restore(1, 0);  // which no step is skipped for
     const auto batches = some_batches(run, 2, run.B * ranks());
     engine->step(deal(batches[0], run.B, Deal::split), run.lr);
     // The last rank that owns something: with 8 ranks and 37 rows all do.

@@ -146,7 +146,7 @@ TEST(TiedEmbedding, RowThatIsInputAndTarget) {
 
 // Gradients as with the whole logits at once, also when the last chunk is shorter.
 class HeadChunks : public testing::TestWithParam<DType> {};
-INSTANTIATE_TEST_SUITE_P(DTypes, HeadChunks, testing::Values(DType::f32, DType::bf16));
+INSTANTIATE_TEST_SUITE_P(DTypes, HeadChunks, testing::Values(DType::f32, DType::bf16, DType::fp16));
 
 TEST_P(HeadChunks, GiveTheSameLossAndGradients) {
   for (bool tied : {true, false})

@@ -112,7 +112,7 @@ TEST_P(UnitTest, MisuseThrowsAndNamesUnitAndParameter) {
 
 // Each rank's rows, and the gathered whole, are what one rank alone draws for the whole tensor.
 TEST_P(UnitTest, InitialWeightsDoNotDependOnRanks) {
-  for (DType dtype : {DType::f32, DType::bf16}) {
+  for (DType dtype : {DType::f32, DType::bf16, DType::fp16}) {
     FsdpOptions options;
     options.param_dtype = dtype;
     Fixture unit(transport(), options);
@@ -201,18 +201,37 @@ TEST_P(UnitTest, ReducedGradientIsTheMeanOverRanks) {
   EXPECT_LT(reduce_error(*unit, false), 3e-7);
 }
 
-TEST_P(UnitTest, Bf16ReductionIsOnlyByOption) {
-  FsdpOptions options;
-  options.param_dtype = DType::bf16;
-  Fixture exact(transport(), options);
-  exact->init_parameters(1, 0.5f);
-  EXPECT_LT(reduce_error(*exact, false), 3e-7);
-  options.reduce_dtype = DType::bf16;
-  Fixture rounded(transport(), options);
-  rounded->init_parameters(1, 0.5f);
-  const double error = reduce_error(*rounded, false);
-  EXPECT_LT(error, 1e-2);
-  EXPECT_GT(error, 1e-5);  // it really travels in bf16
+TEST_P(UnitTest, ReductionIn16BitsIsOnlyByOption) {
+  for (DType dtype : {DType::bf16, DType::fp16}) {
+    FsdpOptions options;
+    options.param_dtype = dtype;
+    Fixture exact(transport(), options);
+    exact->init_parameters(1, 0.5f);
+    EXPECT_LT(reduce_error(*exact, false), 3e-7);
+    options.reduce_dtype = dtype;
+    Fixture rounded(transport(), options);
+    rounded->init_parameters(1, 0.5f);
+    const double error = reduce_error(*rounded, false);
+    EXPECT_LT(error, dtype == DType::bf16 ? 0x1p-8 : 0x1p-11);
+    EXPECT_GT(error, 1e-5);  // it really travels in 16 bits
+  }
+}
+
+// The scale of the loss is in the full gradient and not in the reduced one.
+TEST_P(UnitTest, ReductionDividesByTheLossScale) {
+  Fixture unit(transport());
+  unit->init_parameters(1, 0.5f);
+  for (float scale : {1.0f, 1024.0f}) {
+    unit->wait();
+    unit->begin_grad();
+    for (int i = 0; i < unit->size(); ++i) test_backend().ops->fill(unit->grad(i), 3 * scale);
+    unit->reshard();
+    unit->reduce();
+    while (!unit->advance_reduction(false, true, scale)) continue;
+    for (int i = 0; i < unit->size(); ++i)
+      for (int64_t j = 0; j < unit->grad_shard(i).numel(); ++j)
+        EXPECT_FLOAT_EQ(unit->grad_shard(i).as<float>()[j], 3.0f);
+  }
 }
 
 TEST_P(UnitTest, KeptGradientsPileUpUntilTheReduction) {
@@ -245,7 +264,7 @@ TEST_P(UnitTest, KeptGradientsPileUpUntilTheReduction) {
 
 // What training exists for: an update on one rank's rows reaches the others with the next gather.
 TEST_P(UnitTest, PublishedRowsReachTheOthers) {
-  for (DType dtype : {DType::f32, DType::bf16}) {
+  for (DType dtype : {DType::f32, DType::bf16, DType::fp16}) {
     FsdpOptions options;
     options.param_dtype = dtype;
     Fixture unit(transport(), options);
@@ -281,7 +300,7 @@ TEST_P(UnitTest, PublishedRowsReachTheOthers) {
 // nothing of their size is held in full.
 TEST_P(UnitTest, MemoryOfARankIsItsShare) {
   Device& device = *test_backend().device;
-  for (DType dtype : {DType::f32, DType::bf16}) {
+  for (DType dtype : {DType::f32, DType::bf16, DType::fp16}) {
     const int64_t shards = device.bytes_held(Segment::shards);
     const int64_t moments = device.bytes_held(Segment::moments);
     const int64_t gradients = device.bytes_held(Segment::gradients);
@@ -290,7 +309,7 @@ TEST_P(UnitTest, MemoryOfARankIsItsShare) {
     Fixture unit(transport(), options, 1, {{"matrix", {1001, 64}}, {"norm", {515}}});
     int64_t count = 0;
     for (const Piece& piece : unit->layout().pieces()) count += piece.count;
-    const int64_t copies = dtype == DType::f32 ? 4 : 4 + 2;  // f32 master, and its bf16 copy
+    const int64_t copies = dtype == DType::f32 ? 4 : 4 + 2;  // f32 master, and its 16-bit copy
     constexpr double kAlignment = 2 * 2 * 64;  // of two parameters in two buffers, bytes
     EXPECT_NEAR(device.bytes_held(Segment::shards) - shards, copies * count, kAlignment);
     EXPECT_NEAR(device.bytes_held(Segment::moments) - moments, 2 * 4 * count, kAlignment);

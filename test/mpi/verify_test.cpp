@@ -42,7 +42,7 @@ INSTANTIATE_TEST_SUITE_P(Cases, Verify, testing::ValuesIn(kCases), [](const auto
   return name;
 });
 
-// On every number of ranks that the batch divides by, in both dtypes and with both transports.
+// On every number of ranks that the batch divides by, in every dtype and with both transports.
 TEST_P(Verify, ReplaysTheCaseOnTheseRanks) {
   VerifyOptions options = options_for(GetParam());
   const int64_t rows = rows_of(options.folder);
@@ -60,7 +60,7 @@ TEST_P(Verify, ReplaysTheCaseOnTheseRanks) {
   // A known miss of the f32 limits: loss 1.04e-6 (limit 1e-6) and weights 2.2e-5 (2e-5). All of it
   // is one element whose true gradient is 3e-8 and of which AdamW makes a full step.
   const bool known_miss = std::string(GetParam()) == "wide-head-untied" && test_world().size() == 2;
-  for (const char* dtype : {"f32", "bf16"})
+  for (const char* dtype : {"f32", "bf16", "fp16"})
     for (const char* transport : {"shm", "mpi"}) {
       if (known_miss && dtype == std::string("f32")) continue;
       options.param_dtype = dtype;

@@ -12,8 +12,8 @@ WalkthroughOptions tiny_walk() {
   WalkthroughOptions options;
   options.config = tiny_config();
   options.seq = 5;
-  options.fsdp.param_dtype = DType::bf16;
-  options.fsdp.reduce_dtype = DType::bf16;
+  options.fsdp.param_dtype = DType::fp16;
+  options.fsdp.reduce_dtype = DType::fp16;
   return options;
 }
 
@@ -119,7 +119,7 @@ void expect_failed(const std::string& part) {
 TEST(Walkthrough, ChecksAreMetInEveryMode) {
   expect_all_met(tiny_walk());
   for (const char* transport : {"shm", "mpi"})
-    for (DType dtype : {DType::f32, DType::bf16}) {
+    for (DType dtype : {DType::f32, DType::bf16, DType::fp16}) {
       WalkthroughOptions options = tiny_walk();
       options.transport = transport;
       options.fsdp.param_dtype = dtype;

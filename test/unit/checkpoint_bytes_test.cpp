@@ -14,6 +14,7 @@ class CheckpointBytesTest : public testing::Test {
  protected:
   CheckpointBytesTest() {
     state_.step = 7, state_.samples = 84, state_.seed = 5;
+    state_.loss_scale = 1024, state_.growth_tracker = 17;
     state_.model = tiny_config().to_json();
     for (int i = 0; i < 50; ++i) state_.run["section"][fmt::format("key{}", i)] = "a value";
     SaveOptions dense;
@@ -37,8 +38,8 @@ class CheckpointBytesTest : public testing::Test {
   std::string read_state() const {
     (void)describe_checkpoint(path_).dump();
     const CheckpointState s = read_checkpoint_state(path_);
-    const bool same = s.step == 7 && s.samples == 84 && s.seed == 5 && s.model == state_.model &&
-                      s.run == state_.run;
+    const bool same = s.step == 7 && s.samples == 84 && s.seed == 5 && s.loss_scale == 1024 &&
+                      s.growth_tracker == 17 && s.model == state_.model && s.run == state_.run;
     return same ? "" : "another state";
   }
   std::string check() const {

@@ -97,6 +97,30 @@ TEST(Metrics, SkippedStepDoesNotCountAsLossZero) {
   EXPECT_FALSE(has(console, {"   0.000 |"})) << console;
 }
 
+TEST(Metrics, OverflowIsSaidAndCounted) {
+  const TempDir dir;
+  Metrics metrics(small_run(dir));
+  StepResult good = result_of(4.0), bad = good;
+  good.loss_scale = 32768, bad.loss_scale = 65536;
+  bad.updated = false, bad.overflow = true;
+  bad.grad_norm = HUGE_VAL, bad.loss = std::nan("");
+  testing::internal::CaptureStdout();
+  metrics.step(1, bad, 1e-3, {0.1, 1});
+  metrics.step(2, good, 1e-3, {0.1, 1});
+  metrics.step(3, good, 1e-3, {0.1, 1});
+  metrics.finish();
+  const std::string console = testing::internal::GetCapturedStdout();
+  EXPECT_TRUE(has(console, {"skipped: a gradient overflowed at loss scale 65536\n",
+                            "\n1 step(s) skipped: a gradient overflowed in fp16\n"}));
+  const std::vector<json> lines = lines_of(dir);
+  EXPECT_TRUE(lines[0]["loss"].is_null() && lines[0]["grad_norm"].is_null());
+  EXPECT_EQ(lines[0]["loss_scale"], 65536);
+  EXPECT_TRUE(lines[0].contains("skipped"));
+  EXPECT_EQ(lines[1]["loss_scale"], 32768);
+  EXPECT_FALSE(lines[1].contains("skipped"));
+  EXPECT_FALSE(has(console, {"nan |"})) << console;
+}
+
 TEST(Metrics, EvaluationLine) {
   const TempDir dir;
   Metrics metrics(small_run(dir));

@@ -89,10 +89,29 @@ TEST(TrainConfig, MissingDataIsRefused) {
 TEST(TrainConfig, LimitsOfTheTable) {
   EXPECT_TRUE(has(refusal(train_with("steps", 0)), {"train.steps", "test.json"}));
   EXPECT_TRUE(has(refusal(train_with("steps", "many")), {"train.steps", "many"}));
-  EXPECT_TRUE(has(refusal(train_with("param_dtype", "fp16")), {"fp16", "bf16"}));
+  EXPECT_TRUE(has(refusal(train_with("param_dtype", "fp8")), {"fp8", "bf16", "fp16"}));
+  EXPECT_TRUE(has(refusal({{"grad_scaler", {{"init_scale", 0.5}}}}), {"grad_scaler.init_scale"}));
+  EXPECT_TRUE(has(refusal({{"grad_scaler", {{"backoff_factor", 1}}}}), {"backoff_factor"}));
   EXPECT_TRUE(has(refusal(train_with("step", 5)), {"train.step", "train.steps"}));
   EXPECT_TRUE(has(refusal({{"fsdp", {{"prefetch", -1}}}}), {"fsdp.prefetch"}));
   EXPECT_TRUE(has(refusal({{"comm", {{"transport", "smoke"}}}}), {"smoke", "shm", "mpi"}));
+}
+
+// Of a run whose loss has no scale they say nothing, and older runs did not know them.
+TEST(TrainConfig, ScalesOfTheLossAreComparedInFp16Alone) {
+  const auto changes = [](const char* dtype, const json& saved, const json& now) {
+    const auto run = [&](const json& scaler) {
+      json settings = train_with("param_dtype", dtype);
+      if (!scaler.is_null()) settings["grad_scaler"] = scaler;
+      return settings;
+    };
+    return compare_runs(run(saved), run(now)).mathematics.size();
+  };
+  const json a = {{"growth_interval", 2000}}, b = {{"growth_interval", 100}};
+  EXPECT_EQ(changes("bf16", nullptr, a), 0u);
+  EXPECT_EQ(changes("bf16", a, b), 0u);
+  EXPECT_EQ(changes("fp16", a, a), 0u);
+  EXPECT_EQ(changes("fp16", a, b), 1u);
 }
 
 const char* const kModel = R"({"model_type": "qwen3", "vocab_size": 97, "hidden_size": 64,
