@@ -72,6 +72,8 @@ class Engine {
   const Mesh& mesh() const { return *sharding_.mesh; }
   // Scale of the loss; none unless parameters are fp16.
   std::optional<GradScaler>& scaler() { return scaler_; }
+  // That the last gradients were made with: the scaler's or a little less, see exact_scale().
+  float applied_loss_scale() const { return applied_loss_scale_; }
   int64_t updates() const { return updates_; }
   void restore(int64_t steps_done, int64_t updates) {
     steps_done_ = steps_done, updates_ = updates;
@@ -98,6 +100,7 @@ class Engine {
   Sharding sharding_;
   std::unique_ptr<Qwen3Model> model_;
   std::optional<GradScaler> scaler_;
+  float applied_loss_scale_ = 1;
   Buffer sums_;  // f64: loss, grad²
   int64_t steps_done_ = 0, updates_ = 0;
 };

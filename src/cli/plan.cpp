@@ -110,7 +110,7 @@ void add_plan(CLI::App& app, Command& run) {
     return sub->add_option(name, value, doc)->capture_default_str();
   };
   const CLI::Range at_least_one(1, 1 << 24);
-  const CLI::IsMember dtypes({"f32", "bf16"});
+  const CLI::IsMember dtypes({"f32", "bf16", "fp16"});
   sub->add_option("--model", o->model, "a config.json, see data/configs")->required();
   sub->add_option("--ranks", o->ranks, "data-parallel ranks; default: those it runs on")
       ->check(at_least_one);

@@ -120,11 +120,11 @@ StepResult Engine::compute_gradients(const std::vector<TokenBatch>& micro_batche
   const double divisor = divide_factor_ > 0 ? divide_factor_ : static_cast<double>(result.kept);
   if (scaler_) result.loss_scale = scaler_->scale();
   const float weight = static_cast<float>(static_cast<double>(world_.size()) / divisor);
-  const float loss_scale = scaler_ ? exact_scale(scaler_->scale(), weight) : 1.0f;
+  if (scaler_) applied_loss_scale_ = exact_scale(scaler_->scale(), weight);
   const size_t n = micro_batches.size();
   zero_sums();
   for (size_t a = 0; a < n; ++a)
-    model_->forward_backward(micro_batches[a], weight, {a == 0, a + 1 == n, loss_scale},
+    model_->forward_backward(micro_batches[a], weight, {a == 0, a + 1 == n, applied_loss_scale_},
                              loss_sum());
   if (mesh().replica() == 0)  // all replicas have the same gradients
     for (int u = 0; u < model_->num_units(); ++u)

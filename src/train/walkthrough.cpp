@@ -201,7 +201,7 @@ class Walk {
     warm_up(engine, *backend_.device, tokens_.batches);
     trace_.record(true);
     recorder_.start(unit_id(), unit.name(), unit.layout(), o_.fsdp.param_dtype,
-                    engine.scaler() ? engine.scaler()->scale() : 1);
+                    engine.applied_loss_scale());
     record_.units = record_units(engine.model(), engine.collectives(), world_);
     record_.memory = record_memory(*backend_.device);
 

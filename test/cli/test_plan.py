@@ -61,6 +61,9 @@ def test_large_machines(tmp):
             assert runs.close(time["tokens_per_s"], step / time["step"], 1e-9), time
             assert runs.close(time["days"], 1e12 / time["tokens_per_s"] / 86400, 1e-9), time
             assert 0.05 < time["mfu"] < 0.7, time
+        half = plan("--model", CONFIGS / "qwen3-32b.json", "--ranks", 1024, "--seq", 4096,
+                    "--hardware", HARDWARE / f"{name}.json", "--param-dtype", "fp16")
+        assert half["seconds"]["step"] == few["seconds"]["step"], (half, few)
         assert runs.close(sum(full["seconds"]["operators"].values()), full["seconds"]["compute"], 1e-9)
 
 

@@ -8,7 +8,7 @@ SECONDS      ?= 30
 FUZZ_TARGETS := safetensors index config tokens checkpoint
 FUZZ_DIR     := $(BUILD)/fuzz
 FUZZ_SRC     := $(wildcard src/base/*.cpp src/tensor/*.cpp src/device/*.cpp src/io/*.cpp) \
-                src/comm/world.cpp src/fsdp/shard_layout.cpp src/model/qwen3_config.cpp \
+                src/comm/world.cpp src/comm/placement.cpp src/fsdp/shard_layout.cpp src/model/qwen3_config.cpp \
                 src/model/qwen3_params.cpp \
                 src/train/ckpt_tools.cpp test/fuzz/targets.cpp test/fuzz/hdf5_edits.cpp
 FUZZ_OBJ     := $(FUZZ_SRC:%.cpp=$(FUZZ_DIR)/obj/%.o)
