@@ -229,7 +229,8 @@ PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe=
 
     def bring_back(self, node):
         self.slurmd[node] = self.start_slurmd(node)
-        self.on("n1", "scontrol", "update", f"NodeName={node}", "State=RESUME")
+        # Once its daemon has registered, Slurm may call it idle by itself, and then refuses RESUME.
+        self.on("n1", "scontrol", "update", f"NodeName={node}", "State=RESUME", check=False)
         self.wait_for(lambda: self.states()[node] == "idle", f"node {node} to come back")
 
     def start_daemons(self):

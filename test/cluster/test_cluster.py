@@ -282,7 +282,8 @@ def test_killed_rank(tmp):
     assert fields["JobState"] == "FAILED" and fields["Restarts"] == "0", fields
     # Slurm sends TERM at once, to which ranks that wait for a dead one do not come, then KILL.
     assert time.monotonic() - begin < cluster.KILL_WAIT + 15, "the other ranks were left waiting"
-    assert fields["ExitCode"] == "137:0", f"{fields}\n{log(tmp, job)}"
+    # srun's is the highest of all ranks: killed, or the SIGPIPE of one that was talking to the dead.
+    assert fields["ExitCode"] in ("137:0", "141:0"), f"{fields}\n{log(tmp, job)}"
 
 
 def test_no_progress(tmp):
