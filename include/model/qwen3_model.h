@@ -25,6 +25,7 @@ class Qwen3Model {
              Sharding& sharding, Backend& backend);
 
   void init_parameters(uint64_t seed);
+  void masters_written();  // after all units' masters were: rounds them and publishes
 
   // Forward and backward of one micro-batch; afterwards (if it reduces) every unit's grad_shard
   // holds the mean over ranks of the gradient of weight · Σ loss, summed over the step's

@@ -69,6 +69,13 @@ void Qwen3Model::init_parameters(uint64_t seed) {
     unit(i).init_parameters(seed, static_cast<float>(config_.initializer_range));
 }
 
+void Qwen3Model::masters_written() {
+  for (int i = 0; i < num_units(); ++i) {
+    unit(i).cast_to_compute();
+    unit(i).publish();
+  }
+}
+
 void Qwen3Model::copy_in(TokenBatch batch) {
   backend_.device->enqueue_copy(ids_->data, batch.ids, ids_->bytes());
   backend_.device->enqueue_copy(labels_->data, batch.labels, labels_->bytes());

@@ -74,10 +74,7 @@ void import_weights(const World& world, Qwen3Model& model, const HfWeights& weig
     }
   });
   if (model.config().tie_word_embeddings) warn_of_tied_head(world, weights, warn);
-  for (int u = 0; u < model.num_units(); ++u) {
-    model.unit(u).cast_to_compute();
-    model.unit(u).publish();
-  }
+  model.masters_written();
 }
 
 }  // namespace qshard

@@ -56,10 +56,7 @@ void load_weights(const TrainedModel& from, const World& world, Backend& backend
   if (folder) return import_weights(world, model, *folder, warn);
   load_checkpoint(world, from.path, checkpoint_tensors(model, true), true,
                   Staging(*backend.device));
-  for (int u = 0; u < model.num_units(); ++u) {
-    model.unit(u).cast_to_compute();
-    model.unit(u).publish();
-  }
+  model.masters_written();
 }
 
 // The model with its window of tokens, and this rank's part of the samples.

@@ -198,10 +198,7 @@ void Trainer::restore() {
                     checkpoint_tensors(engine_->model(), weights_only), weights_only,
                     Staging(*backend_.device));
   });
-  for (int u = 0; u < engine_->model().num_units(); ++u) {
-    engine_->model().unit(u).cast_to_compute();
-    engine_->model().unit(u).publish();
-  }
+  engine_->model().masters_written();
   if (!weights_only) engine_->restore(saved_.step, saved_.updates);
   if (!weights_only && engine_->scaler() && saved_.loss_scale > 0)
     engine_->scaler()->restore(saved_.loss_scale, saved_.growth_tracker);

@@ -12,6 +12,7 @@
 
 #include "../unit/ops_reference.h"
 #include "comm/transports.h"
+#include "forwarding.h"
 #include "fsdp/shard_layout.h"
 
 namespace qshard {
@@ -588,35 +589,26 @@ TEST_P(ReduceDType, RoundsOnceAndSumsInOrder) {
 // --- the checks above are not blind
 
 // Passes everything on, but one element of what arrives is wrong, on the last rank.
-class OffByOne final : public Collectives {
+class OffByOne final : public Forwarding {
  public:
-  explicit OffByOne(std::unique_ptr<Collectives> inner) : inner_(std::move(inner)) {}
-  std::string name() const override { return inner_->name(); }
+  using Forwarding::Forwarding;
   int add_unit(const UnitSpec& spec) override {
     bytes_.push_back(spec.elements * static_cast<int64_t>(dtype_size(spec.param_dtype)));
-    return inner_->add_unit(spec);
+    return Forwarding::add_unit(spec);
   }
-  void finish_setup() override { inner_->finish_setup(); }
-  Tensor shard(int unit, int piece) override { return inner_->shard(unit, piece); }
-  void publish(int unit) override { inner_->publish(unit); }
-  void gather_start(int unit) override { inner_->gather_start(unit); }
   void* gather_wait(int unit) override {
-    const char* full = static_cast<char*>(inner_->gather_wait(unit));
+    const char* full = static_cast<char*>(Forwarding::gather_wait(unit));
     wrong_.assign(full, full + bytes_[unit]);
     if (last()) wrong_[1] ^= 0x40;  // byte 1 is part of the first element in any dtype
     return wrong_.data();
   }
-  void reshard(int unit) override { inner_->reshard(unit); }
-  float* grad_buffer(int unit) override { return inner_->grad_buffer(unit); }
-  void reduce_start(int unit) override { inner_->reduce_start(unit); }
   void reduce_wait(int unit, std::span<const Tensor> dst, float scale, bool accumulate) override {
-    inner_->reduce_wait(unit, dst, scale, accumulate);
+    Forwarding::reduce_wait(unit, dst, scale, accumulate);
     if (last()) dst.back().as<float>()[dst.back().numel() - 1] += 1;
   }
 
  private:
   static bool last() { return test_world().rank() == test_world().size() - 1; }
-  std::unique_ptr<Collectives> inner_;
   std::vector<int64_t> bytes_;
   std::vector<char> wrong_;
 };

@@ -1,6 +1,7 @@
 // The training step: what must not change when ranks, micro-batches or transports do.
 #include <cmath>
 
+#include "forwarding.h"
 #include "model/qwen3_params.h"
 #include "tiny_model.h"
 
@@ -358,31 +359,18 @@ TEST_P(LossScaleOn, OverflowSkipsTheStepAndHalvesTheScale) {
 }
 
 // Puts a value into the last rank's gradient of the first layer, once.
-class PlantedGradient final : public Collectives {
+class PlantedGradient final : public Forwarding {
  public:
   PlantedGradient(std::unique_ptr<Collectives> inner, float value)
-      : inner_(std::move(inner)), value_(value) {}
-  std::string name() const override { return inner_->name(); }
-  int add_unit(const UnitSpec& spec) override { return inner_->add_unit(spec); }
-  void finish_setup() override { inner_->finish_setup(); }
-  Tensor shard(int unit, int piece) override { return inner_->shard(unit, piece); }
-  void publish(int unit) override { inner_->publish(unit); }
-  void gather_start(int unit) override { inner_->gather_start(unit); }
-  void* gather_wait(int unit) override { return inner_->gather_wait(unit); }
-  void reshard(int unit) override { inner_->reshard(unit); }
-  float* grad_buffer(int unit) override { return inner_->grad_buffer(unit); }
+      : Forwarding(std::move(inner)), value_(value) {}
   void reduce_start(int unit) override {
     const bool here = unit == 1 && test_world().rank() == ranks() - 1;
     if (here && !planted_) inner_->grad_buffer(unit)[0] = value_;
     planted_ = planted_ || unit == 1;
-    inner_->reduce_start(unit);
-  }
-  void reduce_wait(int unit, std::span<const Tensor> dst, float scale, bool accumulate) override {
-    inner_->reduce_wait(unit, dst, scale, accumulate);
+    Forwarding::reduce_start(unit);
   }
 
  private:
-  std::unique_ptr<Collectives> inner_;
   float value_;
   bool planted_ = false;
 };

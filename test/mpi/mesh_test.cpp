@@ -5,6 +5,7 @@
 #include "../unit/files.h"
 #include "base/config.h"
 #include "comm/gather.h"
+#include "forwarding.h"
 #include "fsdp/prefetch.h"
 #include "io/checkpoint.h"
 #include "tiny_model.h"
@@ -530,10 +531,7 @@ void load(Engine& engine, const std::string& path) {
   engine.mesh().in_parts([&] {
     load_checkpoint(engine.mesh().shards(), path, checkpoint_tensors(engine.model(), false), false);
   });
-  for (int u = 0; u < engine.model().num_units(); ++u) {
-    engine.model().unit(u).cast_to_compute();
-    engine.model().unit(u).publish();
-  }
+  engine.model().masters_written();
   const CheckpointState state = read_checkpoint_state(path);
   engine.restore(state.step, state.updates);
 }
@@ -635,32 +633,20 @@ TEST_P(MeshOn, ExportsAreThoseOfOneReplica) {
 // --- what a wrong sum of replicas would look like
 
 // Forgets the last replica's gradients, as a transport with an error would.
-class LosesAReplica final : public Collectives {
+class LosesAReplica final : public Forwarding {
  public:
   LosesAReplica(std::unique_ptr<Collectives> inner, const World& replicas)
-      : inner_(std::move(inner)), last_(replicas.rank() == replicas.size() - 1) {}
-  std::string name() const override { return inner_->name(); }
+      : Forwarding(std::move(inner)), last_(replicas.rank() == replicas.size() - 1) {}
   int add_unit(const UnitSpec& spec) override {
     elements_.push_back(spec.elements);
-    return inner_->add_unit(spec);
+    return Forwarding::add_unit(spec);
   }
-  void finish_setup() override { inner_->finish_setup(); }
-  Tensor shard(int u, int p) override { return inner_->shard(u, p); }
-  void publish(int u) override { inner_->publish(u); }
-  void gather_start(int u) override { inner_->gather_start(u); }
-  void* gather_wait(int u) override { return inner_->gather_wait(u); }
-  void reshard(int u) override { inner_->reshard(u); }
-  float* grad_buffer(int u) override { return inner_->grad_buffer(u); }
-  void reduce_start(int u) override {
-    if (last_) std::fill_n(inner_->grad_buffer(u), elements_[u], 0.0f);
-    inner_->reduce_start(u);
-  }
-  void reduce_wait(int u, std::span<const Tensor> dst, float scale, bool accumulate) override {
-    inner_->reduce_wait(u, dst, scale, accumulate);
+  void reduce_start(int unit) override {
+    if (last_) std::fill_n(inner_->grad_buffer(unit), elements_[unit], 0.0f);
+    Forwarding::reduce_start(unit);
   }
 
  private:
-  std::unique_ptr<Collectives> inner_;
   bool last_;
   std::vector<int64_t> elements_;
 };
