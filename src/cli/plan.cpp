@@ -73,7 +73,6 @@ int run_calibration(const Options& o, World& world) {
 
 int run_plan(const Options& o, World& world) {
   if (!o.calibrate.empty()) return run_calibration(o, world);
-  int code = kExitDone;
   std::string text;
   collectively(world, [&] {
     std::optional<Hardware> hardware;
@@ -97,7 +96,7 @@ int run_plan(const Options& o, World& world) {
     text = json ? nlohmann::ordered_json(reports).dump(2) + "\n" : search_text(reports);
   });
   if (world.rank() == 0) fmt::print("{}", text);
-  return code;
+  return kExitDone;
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-#include <chrono>
+#include <algorithm>
 
 #include "comm/traced_collectives.h"
 #include "device/traced_ops.h"

@@ -103,6 +103,7 @@ def test_refusals(tmp):
             ((*model, "--hardware", tmp / "bad.json"), 1, ["bad.json", "ranks_per_node"]),
             ((*model, "--search"), 2, ["--hardware"]),
             ((*model, "--ranks", 0), 2, ["--ranks"]),
+            ((*model, "--ranks", 4, "--mesh", "2x3"), 2, ["2x3"]),
             ((*model, "--activation-checkpoint", "some"), 2, ["selective"])):
         runs.expect_one_error(cli.qshard("plan", *args, ranks=2), rc, *texts)
 
