@@ -1,5 +1,6 @@
-"""scripts/mpirun.sh and scripts/install_deps.sh on machines that lack something."""
+"""scripts/mpirun.sh and scripts/install_deps.sh on machines that lack something; scripts/two_hosts.py."""
 import os
+import subprocess
 
 import cli
 
@@ -49,6 +50,30 @@ def test_missing_library_is_named(tmp):
     compiler.chmod(0o755)
     result = cli.run(INSTALL, "--check", env={"MPICXX": compiler})
     cli.expect(result, rc=1, out="Missing: libfmt\n")
+
+
+def can_make_hosts():
+    """Network namespaces are root's, and not every container lets its root make them."""
+    tools = subprocess.run(["sh", "-c", "command -v ip tc taskset && unshare --net --mount --uts true"],
+                           capture_output=True)
+    return os.geteuid() == 0 and tools.returncode == 0
+
+
+def test_two_hosts(tmp):
+    """mpirun starts ranks on both, under their own names; exit codes pass; nothing is left behind."""
+    two_hosts = cli.ROOT / "scripts" / "two_hosts.py"
+    if not can_make_hosts():
+        print("    no rights or tools for network namespaces: not run")
+        return
+    env = {"TMPDIR": tmp}
+    mpirun = [cli.ROOT / "scripts" / "mpirun.sh", "-n", 2]
+    result = cli.run(two_hosts, "--rate", "1gbit", *mpirun, "hostname", env=env)
+    cli.expect(result)
+    assert sorted(result.out.split()) == ["host1", "host2"], result
+    cli.expect(cli.run(two_hosts, "sh", "-c", "exit 7", env=env), rc=7)
+    cli.expect(cli.run(two_hosts, "--rate", "fast", "true", env=env), rc=1, err="fast")
+    cli.expect(cli.run(two_hosts, env=env), rc=2, err="name a command")
+    assert not list(tmp.glob("two-hosts-*")), list(tmp.iterdir())
 
 
 def test_serial_hdf5_is_refused(tmp):
