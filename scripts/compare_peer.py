@@ -4,7 +4,8 @@
 Trains the same shapes with `qshard train` on CPU ranks and with Hugging Face's Qwen3 under PyTorch's
 fully_shard (gloo), in turn, --repeat times each, one thread a rank: forward, backward, clipping to
 norm 1, AdamW, f32 master weights, f32 reduction. Prints tokens/s of both, the ratio as median (lowest
-– highest pair), what share of the product rate qshard reaches, and the memory of the largest rank.
+– highest pair), what share of the product rate qshard reaches, and the memory of a rank: the mean of
+all, the highest of samples every 2 s, memory that ranks share counted once (PSS).
 Sets nothing up: PYTHON is an interpreter with torch and transformers. For a machine that does nothing
 else; clocks of shared machines drift, so only ratios of one sitting mean something.
 """
@@ -53,7 +54,6 @@ ROWS = [
 
 def worker(rank, row, rendezvous, results):
     """One rank of PyTorch's side."""
-    import resource
     import time
 
     import torch
@@ -90,10 +90,8 @@ def worker(rank, row, rendezvous, results):
         optimizer.zero_grad()
         dist.barrier()
         seconds.append(time.perf_counter() - begin)
-    memory = torch.tensor([resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024])
-    dist.all_reduce(memory, dist.ReduceOp.MAX)
     if rank == 0:
-        results.put({"seconds": statistics.median(seconds[WARM_UP:]), "memory": memory.item()})
+        results.put({"seconds": statistics.median(seconds[WARM_UP:])})
     dist.barrier()
     dist.destroy_process_group()
 
@@ -115,20 +113,49 @@ def run_peer(row):
     print(json.dumps(results.get()))
 
 
-def shell(command, **env):
+def resident_bytes(pid):
+    """Of a process, by PSS; 0 when it has ended."""
+    try:
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+            if line.startswith("Pss:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return 0
+
+
+def descendants(pid):
+    try:
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except OSError:
+        return []
+    return children + [deeper for child in children for deeper in descendants(child)]
+
+
+def shell(command, ranks, **env):
+    """Standard output, and the highest mean of the largest `ranks` processes' memory in bytes."""
     # Variables that choose another BLAS kernel slow PyTorch down.
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("OPENBLAS_")}
-    result = subprocess.run([str(c) for c in command], capture_output=True, text=True,
-                            env={**inherited, **env})
-    if result.returncode != 0:
-        sys.exit(f"failed: {' '.join(str(c) for c in command)}\n{result.stderr}")
-    return result.stdout
+    command, memory = [str(c) for c in command], 0
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        process = subprocess.Popen(command, stdout=out, stderr=err, env={**inherited, **env})
+        while True:
+            try:
+                process.wait(2)
+                break
+            except subprocess.TimeoutExpired:
+                sizes = sorted(map(resident_bytes, descendants(process.pid)), reverse=True)
+                memory = max(memory, sum(sizes[:ranks]) / ranks)
+        out.seek(0), err.seek(0)
+        if process.returncode != 0:
+            sys.exit(f"failed: {' '.join(command)}\n{err.read()}")
+        return out.read(), memory
 
 
 def theirs(args, row):
-    out = shell([args.python, __file__, "--peer-run", row.name], OMP_NUM_THREADS="1",
-                HF_HUB_OFFLINE="1")
-    return json.loads(out.splitlines()[-1])
+    out, memory = shell([args.python, __file__, "--peer-run", row.name], row.ranks,
+                        OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
+    return {**json.loads(out.splitlines()[-1]), "memory": memory}
 
 
 def ours(args, row, folder):
@@ -138,17 +165,18 @@ def ours(args, row, folder):
     vocab, samples = row.config()["vocab_size"], row.ranks * row.batch * 4
     (folder / "tokens.bin").write_bytes(
         array("I", [chance.randrange(vocab) for _ in range(samples * row.seq + 1)]).tobytes())
-    shell([ROOT / "scripts" / "mpirun.sh", "-n", row.ranks, args.build / "qshard", "train",
-           "--model.config", model, "--data.train", folder / "tokens.bin", "--data.format", "raw-u32",
-           "--train.seq", row.seq, "--train.global_batch", row.ranks * row.batch, "--train.steps",
-           WARM_UP + row.steps, "--train.param_dtype", row.dtype, "--train.out", out,
-           "--train.overwrite", "true", "--train.save_model", "false", "--checkpoint.at_end",
-           "false"], OMP_NUM_THREADS="1")
+    options = {"model.config": model, "data.train": folder / "tokens.bin", "data.format": "raw-u32",
+               "train.seq": row.seq, "train.global_batch": row.ranks * row.batch,
+               "train.steps": WARM_UP + row.steps, "train.param_dtype": row.dtype, "train.out": out,
+               "train.overwrite": "true", "train.save_model": "false", "checkpoint.at_end": "false"}
+    _, memory = shell([ROOT / "scripts" / "mpirun.sh", "-n", row.ranks, args.build / "qshard", "train",
+                       *(x for k, v in options.items() for x in (f"--{k}", v))], row.ranks,
+                      OMP_NUM_THREADS="1")
     steps = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     steps = [step for step in steps if "step_ms" in step][WARM_UP:]
     return {"seconds": statistics.median(step["step_ms"] for step in steps) / 1e3,
             "share": statistics.median(step["peak_share"] for step in steps),
-            "memory": steps[-1]["memory_bytes"]}
+            "memory": memory}
 
 
 def compare(args, row):
