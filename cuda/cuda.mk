@@ -47,5 +47,17 @@ endif
 kernel-report:  ## registers, spills and instructions of the kernels, into cuda/registers.md
 	@NVCC='$(NVCC)' scripts/kernel_report.sh
 
+# For any CPU of the last ten years, since it runs on other machines: a build of its own.
+BUNDLE_ARCH ?= x86-64-v3
+BUNDLE      ?= $(BUILD)/gpu-check
+CUDA_TESTS  := $(patsubst %.cpp,$(BUILD)/%,$(wildcard test/cuda/*_test.cpp))
+
+gpu-check-bundle:  ## folder with all that scripts/gpu_check.sh needs on a machine with GPUs (BUNDLE=)
+	@$(MAKE) ARCH=$(BUNDLE_ARCH) BUILD=$(BUILD)/portable cuda-programs
+	@LD_LIBRARY_PATH=$(CUDA_LIBDIR):$(NCCL_LIBDIR):$$LD_LIBRARY_PATH \
+	  scripts/gpu_check_bundle.sh $(BUILD)/portable $(BUNDLE)
+
+cuda-programs: $(BIN) $(CUDA_TESTS)
+
 -include $(CUDA_OBJ:.o=.d)
-.PHONY: kernel-report
+.PHONY: kernel-report gpu-check-bundle cuda-programs

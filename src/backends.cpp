@@ -1,11 +1,14 @@
 #include "backends.h"
 
+#include "comm/traced_collectives.h"
 #include "cpu/backend_cpu.h"
+#include "device/traced_ops.h"
 #if HAVE_CUDA
 #include "cuda/backend_cuda.h"
 #include "cuda/device_cuda.h"
 #include "cuda/mpi_cuda_collectives.h"
 #include "cuda/nccl_collectives.h"
+#include "cuda/profiler_ranges.h"
 #endif
 
 namespace qshard {
@@ -15,7 +18,10 @@ Backend make_local_backend(const std::string& name, const World& world) {
   if (name == "cpu") return make_cpu_backend(world.threads_per_rank());
   if (name != "cuda") fail_usage("backend '{}': expected cpu or cuda", name);
 #if HAVE_CUDA
-  return make_cuda_backend(world.machine_rank(), world.machine_size());
+  Backend backend = make_cuda_backend(world.machine_rank(), world.machine_size());
+  if (Trace* trace = profiler_trace())
+    backend.ops = make_traced_ops(std::move(backend.ops), *backend.device, *trace);
+  return backend;
 #else
   fail_usage(
       "backend 'cuda' is not in this build: `make CUDA=1` makes one that has it, "
@@ -30,6 +36,15 @@ bool on_gpu([[maybe_unused]] const Backend& backend) {
   return false;
 #endif
 }
+
+#if HAVE_CUDA
+std::unique_ptr<Collectives> with_ranges(const World& world,
+                                         std::unique_ptr<Collectives> transport) {
+  Trace* const trace = profiler_trace();
+  return trace ? make_traced_collectives(std::move(transport), world, *trace)
+               : std::move(transport);
+}
+#endif
 
 }  // namespace
 
@@ -69,9 +84,11 @@ std::unique_ptr<Collectives> make_transport(const TransportOptions& options, Wor
   const TransportOptions chosen = choose_transport(options, on_gpu(backend) ? "cuda" : "cpu");
 #if HAVE_CUDA
   if (chosen.name == "nccl")
-    return make_nccl_collectives(world, backend, full_buffers, chosen.nccl_buffers);
+    return with_ranges(world,
+                       make_nccl_collectives(world, backend, full_buffers, chosen.nccl_buffers));
   if (chosen.name == "mpi-cuda")
-    return make_mpi_cuda_collectives(world, backend, full_buffers, chosen.mpi_memory);
+    return with_ranges(world,
+                       make_mpi_cuda_collectives(world, backend, full_buffers, chosen.mpi_memory));
 #endif
   return make_collectives(chosen.name, world, backend, full_buffers);
 }

@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <nlohmann/json_fwd.hpp>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace qshard {
@@ -36,8 +37,19 @@ struct Span {
   std::vector<TraceTensor> tensors;
 };
 
+// Told of every span where it begins and ends, recorded or not: for a profiler's marks.
+class SpanMarks {
+ public:
+  virtual ~SpanMarks() = default;
+  virtual void begin(const Span& span) = 0;  // lane, name, unit, phase and step are there
+  virtual void end() = 0;                    // of the last that began
+};
+
 class Trace {
  public:
+  // `marks` may be null and outlives the trace.
+  explicit Trace(SpanMarks* marks = nullptr) : marks_(marks) {}
+
   // Between record(false) and record(true) calls pass unrecorded; memory is counted all the same.
   void record(bool on) { recording_ = on; }
   bool recording() const { return recording_; }
@@ -46,7 +58,8 @@ class Trace {
   // optimizer ends the step.
   void mark(const std::string& unit, const char* phase, const char* step);
 
-  Span begin(Lane lane, std::string name) const;
+  Span begin(Lane lane, std::string name) const { return begin(lane, std::move(name), unit_); }
+  Span begin(Lane lane, std::string name, const std::string& unit) const;
   void end(Span& span);  // completes it and keeps a copy
 
   // Counted by the wrapped transport.
@@ -55,6 +68,7 @@ class Trace {
   const std::vector<Span>& spans() const { return spans_; }
 
  private:
+  SpanMarks* marks_;
   bool recording_ = true;
   std::string unit_, phase_, step_;
   int64_t micro_batch_ = -1;

@@ -3,9 +3,11 @@
 // FLOPs are those of the mathematics, without recomputation: 2·N·O·I of a product, 4·D a pair of
 // positions of causal attention and twice that in backward; a few an element of everything else
 // (see traced_ops.cpp). Bytes are the least traffic with memory: every operand read once, every
-// result written once, what is added to or updated in place both. A span ends when its results are there, on GPUs as well.
+// result written once, what is added to or updated in place both. A span ends when its results are
+// there, on GPUs as well.
 #pragma once
 
+#include <memory>
 #include <span>
 
 #include "base/trace.h"
@@ -25,6 +27,10 @@ class OpObserver {
   virtual ~OpObserver() = default;
   virtual void after(const Span& span, std::span<const OpTensor> tensors) = 0;
 };
+
+// `ops` with spans in the trace, for as long as they live. `observer` may be null.
+std::unique_ptr<Ops> make_traced_ops(std::unique_ptr<Ops> ops, Device& device, Trace& trace,
+                                     OpObserver* observer = nullptr);
 
 // Wraps backend.ops from construction to destruction. What was made with the wrapped backend, such
 // as an Engine, goes first. `observer` may be null.

@@ -53,6 +53,7 @@ Document bench_collectives(const BenchOptions& options, const SweepOptions& swee
 
 // Training steps on tokens made up; with_breakdown: also traced ones, by phase and operator, of
 // rank 0. Ceiling of an operator: what it would take at the measured rates of products and copies.
+// Memory: what rank 0's device held at most, as `qshard plan` counts it.
 Document bench_step(const BenchOptions& options, bool with_breakdown, World& world,
                     Backend& backend);
 

@@ -30,23 +30,25 @@ void Trace::mark(const std::string& unit, const char* phase, const char* step) {
 }
 
 // Holds the counters as they are, for end() to take the differences.
-Span Trace::begin(Lane lane, std::string name) const {
+Span Trace::begin(Lane lane, std::string name, const std::string& unit) const {
   Span span;
   span.lane = lane;
   span.name = std::move(name);
-  span.unit = unit_;
+  span.unit = unit;
   span.phase = phase_;
   if (lane == Lane::compute) span.step = step_;
   span.micro_batch = micro_batch_;
   span.logical_bytes = logical_bytes;
   span.copied_bytes = copied_bytes;
   span.held_before = held;
+  if (marks_) marks_->begin(span);
   span.begin_ns = trace_clock_ns();
   return span;
 }
 
 void Trace::end(Span& span) {
   span.end_ns = trace_clock_ns();
+  if (marks_) marks_->end();
   span.logical_bytes = logical_bytes - span.logical_bytes;
   span.copied_bytes = copied_bytes - span.copied_bytes;
   span.held_after = held;

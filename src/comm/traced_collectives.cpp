@@ -95,8 +95,7 @@ class TracedCollectives final : public Collectives {
   void call(int unit, Lane lane, const char* verb, Fn action) {
     Unit& u = units_[unit];
     const Traffic before = inner_->traffic();
-    Span span = trace_.begin(lane, verb);
-    span.unit = u.spec.name;
+    Span span = trace_.begin(lane, verb, u.spec.name);
     span.unit_before = u.held;
     span.ranks = ranks_;
     span.nodes = nodes_;

@@ -199,10 +199,14 @@ class TracedOps final : public Ops {
 
 }  // namespace
 
+std::unique_ptr<Ops> make_traced_ops(std::unique_ptr<Ops> ops, Device& device, Trace& trace,
+                                     OpObserver* observer) {
+  return std::make_unique<TracedOps>(std::move(ops), device, trace, observer);
+}
+
 TracedBackend::TracedBackend(Backend& backend, Trace& trace, OpObserver* observer)
     : backend_(backend) {
-  backend.ops =
-      std::make_unique<TracedOps>(std::move(backend.ops), *backend.device, trace, observer);
+  backend.ops = make_traced_ops(std::move(backend.ops), *backend.device, trace, observer);
 }
 
 TracedBackend::~TracedBackend() {

@@ -147,6 +147,7 @@ Document milliseconds(std::vector<double> seconds, int64_t from, int64_t to) {
 
 Document bench_step(const BenchOptions& o, bool with_breakdown, World& world, Backend& backend) {
   const std::vector<double> steps = times_of_steps(o, world, backend);
+  const int64_t memory = backend.device->bytes_peak();
   const Times times = times_of(steps, o.warm_up);
   const int64_t tokens = o.batch * o.seq * world.size();
   const double flops = bench_model(o).train_flops_per_token(o.seq) * static_cast<double>(tokens);
@@ -160,6 +161,7 @@ Document bench_step(const BenchOptions& o, bool with_breakdown, World& world, Ba
                   {"products_gflop_per_s_per_rank", ceilings.flops_per_s * 1e-9},
                   {"copy_gb_per_s_per_rank", ceilings.bytes_per_s * 1e-9},
                   {"share_of_products", flops / times.median / ceilings.flops_per_s / world.size()},
+                  {"memory_peak_bytes", memory},
                   {"warm_up_steps_ms", milliseconds(steps, 0, o.warm_up)},
                   {"steps_ms", milliseconds(steps, o.warm_up, o.warm_up + o.repeats)}};
   if (!with_breakdown) return doc;

@@ -1,16 +1,19 @@
-// The simulator's cuBLASLt and NCCL. Without argument: all scenarios. With one (under mpirun): that
-// program of several ranks.
+// The simulator's cuBLASLt, NCCL and NVTX. Without argument: all scenarios. With one (under
+// mpirun): that program of several ranks.
 #include <cublasLt.h>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 #include <mpi.h>
 #include <nccl.h>
+#include <nvtx3/nvToolsExt.h>
 
 #include <unistd.h>
 
 #include <cmath>
+#include <cstdlib>
 #include <cstring>
+#include <filesystem>
 #include <string>
 #include <vector>
 
@@ -311,6 +314,33 @@ int run_ranks(const std::string& program) {
   return 0;
 }
 
+// --- NVTX
+nvtxDomainHandle_t domain_of_a_profiler() {
+  const std::string path = std::filesystem::temp_directory_path() / "cudasim_nvtx";
+  setenv("CUDASIM_NVTX", path.c_str(), 1);
+  const nvtxDomainHandle_t domain = nvtxDomainCreateA("test");
+  EXPECT(domain);
+  EXPECT(std::filesystem::remove(path + "." + std::to_string(getpid())));  // nobody reads it
+  return domain;
+}
+
+void run_ranges(int pops) {
+  const nvtxDomainHandle_t domain = domain_of_a_profiler();
+  nvtxEventAttributes_t range{};
+  range.version = NVTX_VERSION;
+  range.size = NVTX_EVENT_ATTRIB_STRUCT_SIZE;
+  range.messageType = NVTX_MESSAGE_TYPE_ASCII;
+  range.message.ascii = "outer";
+  EXPECT(nvtxDomainRangePushEx(domain, &range) == 0);
+  EXPECT(nvtxDomainRangePushEx(domain, &range) == 1);
+  for (int left = 1; left >= 2 - pops; --left) EXPECT(nvtxDomainRangePop(domain) == left);
+}
+
+void run_range_without_name() {
+  const nvtxEventAttributes_t range{};
+  nvtxDomainRangePushEx(domain_of_a_profiler(), &range);
+}
+
 }  // namespace
 }  // namespace cudasim_test
 
@@ -330,6 +360,11 @@ int main(int argc, char** argv) {
   scenario("  buffers overlap", Caught::always, "overlap", run_overlap);
   scenario("  window not aligned", Caught::always, "aligned", run_unaligned_window);
   scenario("async error and abort", Caught::never, "", run_async_error);
+  scenario("NVTX ranges", Caught::never, "", [] { run_ranges(2); });
+  scenario("  more ends than begins", Caught::always, "no range", [] { run_ranges(3); });
+  scenario("  range without a name", Caught::always, "nvtx: a range", run_range_without_name);
+  scenario("no NVTX without a profiler", Caught::never, "",
+           [] { EXPECT(!nvtxDomainCreateA("test")); });
   rank_scenario("NCCL and MPI, 2 ranks", Caught::never, "", {argv[0], "correct", 2});
   rank_scenario("NCCL and MPI, 3 ranks", Caught::never, "", {argv[0], "correct", 3});
   rank_scenario("  ranks call different operations", Caught::always, "different operations",

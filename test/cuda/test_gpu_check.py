@@ -1,0 +1,52 @@
+"""scripts/gpu_check.sh in a folder of scripts/gpu_check_bundle.sh that was moved, on the simulator:
+every step runs, and one that fails is named."""
+import json
+
+import simulated
+import cli
+import runs
+
+
+def bundle(tmp):
+    made, moved = tmp / "made", tmp / "moved"
+    cli.expect(cli.run(cli.ROOT / "scripts" / "gpu_check_bundle.sh", simulated.QSHARD.parent, made))
+    made.rename(moved)
+    for test in moved.glob("bin/*_test"):  # they run elsewhere, and take minutes
+        if test.name not in ("device_test", "ops_linear_test"):
+            test.unlink()
+    return moved
+
+
+def check(folder, *args, rc):
+    result = cli.run(folder / "gpu_check.sh", "--models", runs.model(folder), "--batch", 2, "--seq", 8,
+                     "--repeats", 1, "--python", "false", *args, cwd=folder, timeout=280)
+    cli.expect(result, rc=rc)
+    return result
+
+
+def test_every_step_runs_and_a_failure_is_named(tmp):
+    folder = bundle(tmp)
+    broken = folder / "bin" / "broken_test"
+    broken.write_text("#!/bin/sh\nexit 3\n")
+    broken.chmod(0o755)
+    listed = check(folder, "--dry-run", rc=0)
+    result = check(folder, rc=1)
+    document = json.loads((folder / "gpu_check_result" / "gpu_check.json").read_text())
+    steps = {step["name"]: step for step in document["steps"]}
+    for line in listed.out.splitlines():
+        assert line.split(":")[0] in steps, line
+    assert [name for name, step in steps.items() if step["result"] == "FAILED"] == ["broken_test"], result
+    assert "exit code 3" in steps["broken_test"]["why"]
+    for name in ("verify-f32", "verify-bf16", "verify-fp16", "ops-model", "step-model", "memory-model"):
+        assert steps[name]["result"] == "ok", result
+    assert document["measurements"]["step-model"]["tokens_per_s"] > 0
+    assert "1 failed" in result.out and "tokens/s" in result.out, result
+
+
+def test_bad_options(tmp):
+    for args in (["--nothing"], ["--models"]):
+        cli.expect(cli.run(cli.ROOT / "scripts" / "gpu_check.sh", *args, cwd=tmp), rc=2)
+
+
+if __name__ == "__main__":
+    cli.main()
