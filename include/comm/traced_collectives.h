@@ -14,8 +14,8 @@ namespace qshard {
 class UnitObserver {
  public:
   virtual ~UnitObserver() = default;
-  virtual void gathered(int /*unit*/, const void* /*full*/) {}
-  virtual void before_reduce(int /*unit*/, const float* /*full gradient*/) {}
+  virtual void gathered(const std::string& /*unit*/, const void* /*full*/) {}
+  virtual void before_reduce(const std::string& /*unit*/, const float* /*full gradient*/) {}
 };
 
 // `inner` counts, this one only looks. `observer` may be null.

@@ -14,6 +14,9 @@ namespace qshard {
 
 class ReplicaSum {
  public:
+  // Of the unit's name, in the transport's: "layers.3 gradient".
+  static constexpr const char* kNameSuffix = " gradient";
+
   // For gradients of f32 [elements]. Registers itself with `replicas`, of that many ranks; attach()
   // after its finish_setup().
   ReplicaSum(const std::string& unit, int64_t elements, DType reduce_dtype, int ranks,

@@ -23,14 +23,14 @@ class StepRecorder final : public OpObserver, public UnitObserver {
  public:
   explicit StepRecorder(Device& device) : device_(device) {}
 
-  // From now on records unit `id`, the one of this name. `layout` is the unit's. Gradients are
-  // divided by the scale of the loss.
-  void start(int id, const std::string& name, const UnitLayout& layout, DType param_dtype,
+  // From now on records the unit of this name. `layout` is the unit's. Gradients are divided by the
+  // scale of the loss.
+  void start(const std::string& name, const UnitLayout& layout, DType param_dtype,
              double loss_scale = 1);
 
   void after(const Span& span, std::span<const OpTensor> tensors) override;
-  void gathered(int unit, const void* full) override;
-  void before_reduce(int unit, const float* gradient) override;
+  void gathered(const std::string& unit, const void* full) override;
+  void before_reduce(const std::string& unit, const float* gradient) override;
 
   // By "step/operator/tensor", e.g. "6 o_proj/linear/y"; throws when there is none.
   const Recorded& tensor(const std::string& key) const;
@@ -45,7 +45,6 @@ class StepRecorder final : public OpObserver, public UnitObserver {
   Recorded read(const Tensor& tensor) const;
 
   Device& device_;
-  int id_ = -1;
   std::string name_;
   const UnitLayout* layout_ = nullptr;
   DType param_dtype_ = DType::f32;

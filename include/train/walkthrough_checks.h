@@ -2,7 +2,8 @@
 #pragma once
 
 #include "train/step_recorder.h"
-#include "train/walkthrough_document.h"
+#include "train/walkthrough.h"
+#include "train/walkthrough_records.h"
 
 namespace qshard {
 
@@ -15,9 +16,17 @@ struct WalkthroughCheck {
 std::vector<WalkthroughCheck> check_records(const WalkthroughOptions& options,
                                             const std::vector<RankRecord>& ranks);
 
+// [Note: Rounding of a mean] With u the largest relative error of a rounding to reduce_dtype, a
+// value that is rounded n times on its way has an error of at most (1+u)^n − 1, and a sum that of
+// its terms' magnitudes. Transports that sum in f32 round each rank's value once, before it moves.
+// NCCL adds in reduce_dtype: the value is rounded once and takes part in at most N−1 additions, in
+// whatever order, each rounded, so n = N. Over replicas both happen again to the sum of the shards,
+// and the total is rounded once more for the way back. f32 sums add 2^-22 a term.
+double mean_gradient_bound(const std::string& transport, DType reduce_dtype, const MeshShape& mesh);
+
 // The unit's reduced gradient against the average over ranks of the full gradients that each rank
 // recorded before the reduction, by another way: an MPI sum in f64. Collective.
-WalkthroughCheck check_mean_gradient(const WalkthroughOptions& options, const World& world,
+WalkthroughCheck check_mean_gradient(const WalkthroughOptions& options, const Mesh& mesh,
                                      Device& device, const Unit& unit,
                                      const StepRecorder& recorder);
 

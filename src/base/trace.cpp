@@ -69,6 +69,8 @@ void to_json(Json& json, const Span& s) {
           {"end_ns", s.end_ns},
           {"logical_bytes", s.logical_bytes},
           {"copied_bytes", s.copied_bytes},
+          {"ranks", s.ranks},
+          {"nodes", s.nodes},
           {"flops", s.flops},
           {"bytes", s.bytes},
           {"held_before", s.held_before},
@@ -84,6 +86,8 @@ void from_json(const Json& json, Span& s) {
   for (auto [name, text] :
        {std::pair{"name", &s.name}, {"unit", &s.unit}, {"phase", &s.phase}, {"step", &s.step}})
     json.at(name).get_to(*text);
+  json.at("ranks").get_to(s.ranks);
+  json.at("nodes").get_to(s.nodes);
   for (auto [name, value] : {std::pair{"micro_batch", &s.micro_batch},
                              {"begin_ns", &s.begin_ns},
                              {"end_ns", &s.end_ns},

@@ -13,13 +13,13 @@ constexpr const char* kHead = R"PAGE(<!DOCTYPE html>
 :root {
   color-scheme: light dark;
   --page: #fbfbf9; --card: #ffffff; --ink: #1d1f24; --soft: #60646c; --line: #dcdcd6;
-  --compute: #2f6fb3; --gather: #c77700; --reduce: #8a3ffc; --io: #5b7083; --ok: #1a7f4b;
+  --compute: #2f6fb3; --gather: #c77700; --reduce: #8a3ffc; --replicas: #00838f; --ok: #1a7f4b;
   --bad: #c62828; --pick: #fff3d6;
 }
 @media (prefers-color-scheme: dark) {
   :root {
     --page: #14161a; --card: #1c1f25; --ink: #e9eaec; --soft: #a0a5ae; --line: #353a43;
-    --compute: #6aa9ea; --gather: #f0a53a; --reduce: #b58bff; --io: #93a7ba; --ok: #55c98a;
+    --compute: #6aa9ea; --gather: #f0a53a; --reduce: #b58bff; --replicas: #4fc3c9; --ok: #55c98a;
     --bad: #ff7b72; --pick: #3a3017;
   }
 }
@@ -44,6 +44,7 @@ p { margin: 6px 0; max-width: 72ch; }
   padding: 6px 8px; width: 126px; min-height: 74px; cursor: pointer; }
 .pipe button.moves { border-top-color: var(--gather); }
 .pipe button.sums { border-top-color: var(--reduce); }
+.pipe button.replicas { border-top-color: var(--replicas); }
 .pipe button[aria-pressed="true"] { background: var(--pick); outline: 2px solid var(--ink); }
 .pipe b { display: block; font-size: 0.85rem; line-height: 1.25; }
 .pipe small { color: var(--soft); font-size: 0.75rem; }
@@ -62,6 +63,8 @@ svg text { fill: var(--soft); font: 11px system-ui, sans-serif; }
 .legend { display: flex; flex-wrap: wrap; gap: 14px; font-size: 0.82rem; color: var(--soft); }
 .legend i { display: inline-block; width: 12px; height: 12px; border-radius: 3px;
   margin-right: 5px; vertical-align: -1px; }
+.bar + .bar { margin-top: 3px; }
+svg.wide { min-width: 640px; }
 .param { display: grid; grid-template-columns: 220px 1fr; gap: 4px 12px; align-items: center;
   margin: 5px 0; }
 .bar { display: flex; height: 22px; border: 1px solid var(--line); border-radius: 5px;
@@ -93,7 +96,9 @@ constexpr const char* kScript = R"PAGE(
 "use strict";
 const data = JSON.parse(document.getElementById("data").textContent);
 const page = document.getElementById("page"), tip = document.getElementById("tip");
-const LANES = ["compute", "gather", "reduce"];
+const replicas = data.setting.replicas;
+const LANES = ["compute", "gather", "reduce", ...(replicas > 1 ? ["replicas"] : [])];
+const laneOf = span => span.among === "replicas" ? "replicas" : span.lane;
 
 function element(tag, attributes, ...children) {
   const made = document.createElement(tag);
@@ -154,7 +159,9 @@ function heading() {
       " kv heads of " + s.head_dim, "ffn " + s.intermediate_size, s.num_hidden_layers + " layers",
       grouped(s.parameters) + " parameters", s.batch + " × " + s.seq + " tokens a rank",
       s.accumulation + " micro-batch(es)", "parameters " + s.param_dtype,
-      "gradients " + s.reduce_dtype, "transport " + s.transport, "backend " + s.backend
+      "gradients " + s.reduce_dtype,
+      ...(replicas > 1 ? [replicas + " replicas of " + s.shards + " ranks"] : []),
+      ...(s.reshard_ranks ? ["layers stay on " + s.reshard_ranks + " ranks"] : []), "transport " + s.transport, "backend " + s.backend
     ].map(text => element("span", {class: "chip"}, text))),
     element("p", {class: "verdict " + (data.ok ? "ok" : "bad")},
       (data.ok ? "✓ all " : "✗ only ") + passed + " of " + data.checks.length + " checks met"));
@@ -201,7 +208,8 @@ function pipeline() {
     data.steps.forEach((step, i) => {
       if (step.phase !== phase) return;
       const moved = Math.max(...step.logical_bytes);
-      const kind = {compute: "", gather: "moves", reduce: "sums"}[step.lane];
+      const kind = step.among === "replicas" ? "replicas"
+        : {compute: "", gather: "moves", reduce: "sums"}[step.lane];
       const note = step.same_pass_as !== null ? "with " + step.same_pass_as
         : moved ? bytes(moved) + " sent" : step.flops ? flops(step.flops) : "0 B sent";
       const button = element("button", {class: kind, type: "button", "aria-pressed": "false"},
@@ -219,7 +227,7 @@ function pipeline() {
   };
   section("The step, operator by operator",
     element("p", {class: "soft"}, "Blue computes and stays local, orange moves parameters, violet " +
-      "moves gradients. Click a box, or walk through with the arrow keys."),
+      "moves gradients" + (replicas > 1 ? ", teal adds them up over the replicas" : "") + ". Click a box, or walk through with the arrow keys."),
     ...parts, element("div", {class: "controls"}, move("← back", -1), move("next →", 1)), detail);
   document.addEventListener("keydown", event => {
     if (event.key === "ArrowRight") pick(picked + 1);
@@ -228,20 +236,10 @@ function pipeline() {
 }
 
 // --- time
-const VERBS = {"0": "all-gather", "11": "reshard", "12": "reduce-scatter"};
-function stepOf(span) {
-  const unit = "layers." + data.setting.layer;
-  if (span.unit !== unit) return -1;
-  return data.steps.findIndex(s => s.phase === span.phase && s.same_pass_as === null &&
-    (span.lane === "compute" ? s.operators.length > 0 && !VERBS[s.number] &&
-      span.step.split(" ")[0].split("+")[0] === s.number.split("+")[0]
-      || (s.phase === "optimizer" && span.step === "AdamW")
-      : VERBS[s.number] && span.name.startsWith(VERBS[s.number])));
-}
 function flights(spans) {
   const begun = {}, found = [];
   for (const s of spans) {
-    const what = s.lane + s.unit;
+    const what = s.among + s.lane + s.unit;
     if (s.name.endsWith(" start")) begun[what] = s;
     if (s.name.endsWith(" wait") && begun[what])
       found.push({from: begun[what].begin_ns, to: s.end_ns, span: begun[what], waited: s});
@@ -276,24 +274,25 @@ function timeline() {
   const all = data.timeline.flatMap(r => r.spans);
   if (!all.length) return;
   const clock = clockOf(all);
-  const W = 1080, left = 62, lane = 15, gap = 16, height = data.timeline.length * (3 * lane + gap) + 22;
+  const W = 1080, left = 62, lane = 15, gap = 16;
+  const each = LANES.length * lane + gap, height = data.timeline.length * each + 22;
   const x = ns => left + clock.now(ns) / clock.total * (W - left - 6);
   const svg = drawn("svg", {viewBox: `0 0 ${W} ${height}`, role: "img",
-    "aria-label": "What every rank did over time"});
+    class: "wide", "aria-label": "What every rank did over time"});
   data.timeline.forEach((rank, r) => {
-    const top = r * (3 * lane + gap);
+    const top = r * each;
     svg.append(drawn("text", {x: 0, y: top + 24}, "rank " + rank.rank));
     for (const f of flights(rank.spans))
-      svg.append(drawn("rect", {x: x(f.from), y: top + LANES.indexOf(f.span.lane) * lane + 5,
+      svg.append(drawn("rect", {x: x(f.from), y: top + LANES.indexOf(laneOf(f.span)) * lane + 5,
         width: Math.max(1, x(f.to) - x(f.from)), height: lane - 11,
-        fill: `var(--${f.span.lane})`, opacity: 0.35}));
+        fill: `var(--${laneOf(f.span)})`, opacity: 0.35}));
     for (const s of rank.spans) {
-      if (!LANES.includes(s.lane)) continue;
-      const mark = drawn("rect", {x: x(s.begin_ns), y: top + LANES.indexOf(s.lane) * lane,
+      if (!LANES.includes(laneOf(s))) continue;
+      const mark = drawn("rect", {x: x(s.begin_ns), y: top + LANES.indexOf(laneOf(s)) * lane,
         width: Math.max(0.8, x(s.end_ns) - x(s.begin_ns)), height: lane - 2, rx: 1.5,
-        fill: `var(--${s.lane})`, opacity: 0.55});
-      const step = stepOf(s);
-      if (step >= 0) {
+        fill: `var(--${laneOf(s)})`, opacity: 0.55});
+      const step = s.told;
+      if (step !== null) {
         mark.dataset.step = step;
         mark.addEventListener("click", () => pick(step));
       }
@@ -309,11 +308,12 @@ function timeline() {
       "text-anchor": i === 4 ? "end" : i ? "middle" : "start"}, time(clock.total * i / 4)));
   drawPauses(svg, clock, x, height - 20);
   const legend = element("div", {class: "legend"}, ...LANES.map(name =>
-    element("span", {}, element("i", {style: `background: var(--${name})`}), name)),
+    element("span", {}, element("i", {style: `background: var(--${name})`}),
+      name === "replicas" ? "sum over replicas" : name)),
     element("span", {}, "pale: in flight, from the start to the end of the wait"),
     ...clock.pauses.map(p => element("span", {}, "dashed: a pause of " + time(p.to - p.from) +
       " is left out")));
-  section("Timeline of every rank", legend, element("div", {class: "card"}, svg));
+  section("Timeline of every rank", legend, element("div", {class: "card scroll"}, svg));
 }
 function memory() {
   const all = data.timeline.flatMap(r => r.spans);
@@ -324,7 +324,7 @@ function memory() {
   const x = ns => left + clock.now(ns) / clock.total * (W - left - 6);
   const y = n => H - 22 - n / most * (H - 40);
   const svg = drawn("svg", {viewBox: `0 0 ${W} ${H}`, role: "img",
-    "aria-label": "Memory held over time"});
+    class: "wide", "aria-label": "Memory held over time"});
   for (const share of [0, 0.5, 1]) {
     svg.append(drawn("line", {x1: left, x2: W, y1: y(most * share), y2: y(most * share),
       stroke: "var(--line)"}));
@@ -349,31 +349,32 @@ function memory() {
   drawPauses(svg, clock, x, H - 20);
   section("Memory: parameters that a rank can read, and full gradients",
     element("p", {class: "soft"}, "A gather raises it by the other ranks' rows, a reshard lowers it " +
-      "again; the step ends where it began."), element("div", {class: "card"}, svg));
+      "again; the step ends where it began."), element("div", {class: "card scroll"}, svg));
 }
 
 // --- shards
 function sharding() {
-  const unit = data.units[data.setting.layer + 1], ranks = data.setting.ranks;
-  const color = r => `hsl(${Math.round(210 + 360 * r / Math.max(ranks, 1)) % 360} 45% 42%)`;
+  const unit = data.units[data.setting.layer + 1], places = data.setting.shards;
+  const color = r => `hsl(${Math.round(210 + 360 * (r % places) / places) % 360} 45% 42%)`;
   const rows = unit.parameters.map(p => {
-    const bar = element("div", {class: "bar"});
+    const bars = Array.from({length: replicas}, () => element("div", {class: "bar"}));
     for (const s of p.shards) {
       if (!s.elements) continue;
       const part = element("span", {style: `flex: ${s.shape[0]}; background: ${color(s.rank)}`},
         String(s.rank));
       hover(part, `rank ${s.rank}: rows ${s.first_row} to ${s.first_row + s.shape[0] - 1}, ` +
         `${shape(s.shape)}, ${grouped(s.elements)} elements, ${bytes(s.bytes)}`);
-      bar.append(part);
+      bars[s.replica].append(part);
     }
     const name = p.name.replace("model." + unit.name + ".", "").replace(".weight", "");
     return element("div", {class: "param"}, element("div", {}, element("code", {}, name), " ",
-      element("small", {class: "soft"}, shape(p.shape))), bar);
+      element("small", {class: "soft"}, shape(p.shape))), element("div", {}, ...bars));
   });
   section("Who holds which rows",
     element("p", {class: "soft"}, `${grouped(unit.elements)} elements (${bytes(unit.bytes)}) in all, ` +
       `${ofRanks(unit.elements_of_rank, grouped)} on a rank. Bars are the rows of dimension 0, ` +
-      "numbers the ranks."), element("div", {class: "card"}, ...rows));
+      "numbers the ranks" + (replicas > 1 ? "; a bar for each replica, the same rows in the same " +
+      "color." : ".")), element("div", {class: "card"}, ...rows));
 }
 
 function communication() {
@@ -381,11 +382,14 @@ function communication() {
   const line = (name, row) => [name, ofRanks(row.gathers, grouped),
     ofRanks(row.gather_logical_bytes, bytes), ofRanks(row.reduces, grouped),
     ofRanks(row.reduce_logical_bytes, bytes),
-    ofRanks(sum(row, ["gather_logical_bytes", "reduce_logical_bytes"]), bytes),
-    ofRanks(sum(row, ["gather_copied_bytes", "reduce_copied_bytes"]), bytes)];
+    ...(replicas > 1 ? [ofRanks(row.all_reduces, grouped),
+      ofRanks(row.all_reduce_logical_bytes, bytes)] : []),
+    ...["logical", "copied"].map(kind => ofRanks(sum(row, ["gather", "reduce", "all_reduce"]
+      .map(verb => `${verb}_${kind}_bytes`)), bytes))];
   const c = data.communication;
   section("Communication of the step, per rank", table(
-    ["unit", "gathers", "bytes", "reductions", "bytes", "sent in a ring", "really copied"],
+    ["unit", "gathers", "bytes", "reductions", "bytes",
+      ...(replicas > 1 ? ["over replicas", "bytes"] : []), "sent in a ring", "really copied"],
     [...c.units.map(u => line(u.unit, u)), line("all", c.total)]),
     element("p", {class: "soft"}, "Sent in a ring: what a ring all-gather or reduce-scatter sends " +
       "per rank, (N−1)/N of the whole. Really copied: what the transport copied, sent, or read " +

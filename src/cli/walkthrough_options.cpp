@@ -87,15 +87,33 @@ void add_sharding_options(CLI::App& sub, WalkthroughCommand& c) {
          {"f32", "bf16", "fp16"});
   one_of("--reduce-dtype", c.reduce_dtype, "what gradients travel in; auto: as parameters",
          {"auto", "f32", "bf16", "fp16"});
-  one_of("--transport", c.transport, "shm or mpi on the CPU, nccl on GPUs; auto: shm or nccl",
-         {"auto", "shm", "mpi", "nccl"});
+  one_of("--transport", c.transport,
+         "shm or mpi on the CPU, nccl or mpi-cuda on GPUs; auto: shm or nccl",
+         {"auto", "shm", "mpi", "nccl", "mpi-cuda"});
   one_of("--backend", o.backend, "cpu, or cuda in a build by `make CUDA=1`", {"cpu", "cuda"});
-  sub.add_option("--reshard-after-forward", o.fsdp.reshard_after_forward, "true or false")
+  sub.add_option("--mesh,--fsdp.mesh", o.fsdp.mesh,
+                 "full, auto, or RxS: R replicas of S ranks that share the weights")
       ->capture_default_str();
-  sub.add_option("--prefetch", o.fsdp.prefetch, "layers gathered ahead")
+  sub.add_option("--reshard-ranks,--fsdp.reshard_ranks", o.fsdp.reshard_ranks,
+                 "ranks over which a layer stays sharded from forward to backward; 0: all of them")
+      ->check(CLI::NonNegativeNumber)
+      ->capture_default_str();
+  for (auto [name, value] :
+       {std::pair{"--reshard-after-forward,--fsdp.reshard_after_forward",
+                  &o.fsdp.reshard_after_forward},
+        {"--reshard-after-backward,--fsdp.reshard_after_backward", &o.fsdp.reshard_after_backward}})
+    sub.add_option(name, *value, "true or false")->capture_default_str();
+  sub.add_option("--prefetch,--fsdp.prefetch", o.fsdp.prefetch, "layers gathered ahead")
       ->check(CLI::Range(0, 64))
       ->capture_default_str();
-  sub.add_option("--reduce-every-microbatch", o.fsdp.reduce_every_microbatch, "true or false")
+  for (auto [name, value, doc] :
+       {std::tuple{"--forward-prefetch,--fsdp.forward_prefetch", &o.fsdp.forward_prefetch,
+                   "the same in forward alone; -1: as --prefetch"},
+        {"--backward-prefetch,--fsdp.backward_prefetch", &o.fsdp.backward_prefetch,
+         "the same in backward alone; -1: as --prefetch"}})
+    sub.add_option(name, *value, doc)->check(CLI::Range(-1, 64))->capture_default_str();
+  sub.add_option("--reduce-every-microbatch,--fsdp.reduce_every_microbatch",
+                 o.fsdp.reduce_every_microbatch, "true or false")
       ->capture_default_str();
 }
 

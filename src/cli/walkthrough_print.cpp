@@ -87,11 +87,19 @@ void print_setting(Page& page, const Document& d) {
       fmt::format("numbers: parameters {}, gradients travel as {}; sums, norms, master "
                   "weights and moments f32",
                   text_of(s["param_dtype"]), text_of(s["reduce_dtype"])));
-  page.line(
-      fmt::format("moved by transport {}, computed by backend {}; reshard after forward {}, "
-                  "{} layer(s) gathered ahead",
-                  text_of(s["transport"]), text_of(s["backend"]),
-                  text_of(s["reshard_after_forward"]), n("prefetch")));
+  page.line(fmt::format(
+      "moved by transport {}, computed by backend {}; reshard after forward {}, "
+      "{} layer(s) gathered ahead in forward, {} in backward",
+      text_of(s["transport"]), text_of(s["backend"]), text_of(s["reshard_after_forward"]),
+      n("forward_prefetch"), n("backward_prefetch")));
+  if (s["replicas"] != 1)
+    page.line(
+        fmt::format("mesh: {} replicas of {} ranks; the ranks of a replica share one copy of "
+                    "the weights, ranks with the same rows add up their gradients",
+                    n("replicas"), n("shards")));
+  if (s["reshard_ranks"] != 0)
+    page.line(fmt::format("groups: layers stay on {} ranks from forward to backward",
+                          n("reshard_ranks")));
 }
 
 const Document& told_unit(const Document& d) {
@@ -149,6 +157,10 @@ void print_initial_state(Page& page, const Document& d) {
                   "\"holds\" is that and the full gradients being written: what FSDP frees "
                   "and takes again.",
                   of_ranks(held, bytes_text)));
+  if (d["setting"]["replicas"] != 1 || d["setting"]["reshard_ranks"] != 0)
+    page.line(
+        "Counted with it: a rank's part of the sums over replicas, and the rows that its group "
+        "keeps.");
 }
 
 std::string step_name(const Document& step) {
@@ -238,36 +250,49 @@ Document sum_of(const Document& row, std::initializer_list<const char*> keys) {
   return sums;
 }
 
-Row traffic_row(const std::string& name, const Document& row) {
-  return {name,
-          of_ranks(row["gathers"], grouped),
-          of_ranks(row["gather_logical_bytes"], bytes_text),
-          of_ranks(row["reduces"], grouped),
-          of_ranks(row["reduce_logical_bytes"], bytes_text),
-          of_ranks(sum_of(row, {"gather_logical_bytes", "reduce_logical_bytes"}), bytes_text),
-          of_ranks(sum_of(row, {"gather_copied_bytes", "reduce_copied_bytes"}), bytes_text)};
+constexpr std::initializer_list<const char*> kLogical = {
+    "gather_logical_bytes", "reduce_logical_bytes", "all_reduce_logical_bytes"};
+constexpr std::initializer_list<const char*> kCopied = {
+    "gather_copied_bytes", "reduce_copied_bytes", "all_reduce_copied_bytes"};
+
+Row traffic_row(const std::string& name, const Document& row, bool replicas) {
+  auto bytes = [&](const char* key) { return of_ranks(row[key], bytes_text); };
+  Row cells = {name, of_ranks(row["gathers"], grouped) + " · " + bytes("gather_logical_bytes"),
+               of_ranks(row["reduces"], grouped) + " · " + bytes("reduce_logical_bytes")};
+  if (replicas)
+    cells.push_back(of_ranks(row["all_reduces"], grouped) + " · " +
+                    bytes("all_reduce_logical_bytes"));
+  cells.push_back(of_ranks(sum_of(row, kLogical), bytes_text));
+  cells.push_back(of_ranks(sum_of(row, kCopied), bytes_text));
+  return cells;
 }
 
 void print_communication(Page& page, const Document& d) {
   page.section("Communication of the step, per rank");
+  const bool replicas = d["setting"]["replicas"] != 1;
   std::vector<Row> rows;
   for (const Document& unit : d["communication"]["units"])
-    rows.push_back(traffic_row(text_of(unit["unit"]), unit));
-  rows.push_back(traffic_row("all", d["communication"]["total"]));
-  page.table({"unit", "gathers", "bytes", "reductions", "bytes", "sent in a ring", "really copied"},
-             rows);
+    rows.push_back(traffic_row(text_of(unit["unit"]), unit, replicas));
+  rows.push_back(traffic_row("all", d["communication"]["total"], replicas));
+  Row head = {"unit", "gathers", "reductions", "in a ring", "copied"};
+  if (replicas) head.insert(head.begin() + 3, "all-reduces");
+  page.table(head, rows);
   page.line(
-      "Sent in a ring: what a ring all-gather or reduce-scatter sends per rank, (N−1)/N of "
-      "the whole. Really copied: what this rank's transport copied, sent, or read from other "
+      "In a ring: what a ring all-gather or reduce-scatter sends per rank, (N−1)/N of the "
+      "whole; an all-reduce is both. Copied: what this rank's transport copied, sent, or read from "
+      "other "
       "ranks' memory; rows that it reads where they lie cost nothing.");
   const Document& unit = d["communication"]["units"][d["setting"]["layer"].get<size_t>() + 1];
-  const int64_t gathers = unit["gathers"][0], reduces = unit["reduces"][0];
+  const int64_t gathers = unit["gathers"][0], reduces = unit["reduces"][0],
+                sums = unit["all_reduces"][0];
   std::string sum;
   for (int64_t i = 0; i < gathers && gathers + reduces <= 8; ++i)
     sum += bytes_text(unit["gather_logical_bytes"][0].get<int64_t>() / gathers) + " + ";
   for (int64_t i = 0; i < reduces && gathers + reduces <= 8; ++i)
     sum += bytes_text(unit["reduce_logical_bytes"][0].get<int64_t>() / reduces) + " + ";
-  const int64_t total = sum_of(unit, {"gather_logical_bytes", "reduce_logical_bytes"})[0];
+  if (sums && !sum.empty())
+    sum += bytes_text(unit["all_reduce_logical_bytes"][0].get<int64_t>()) + " + ";
+  const int64_t total = sum_of(unit, kLogical)[0];
   if (!sum.empty()) sum = sum.substr(0, sum.size() - 3) + " = ";
   page.line(fmt::format("{}: {}{} ({} bytes) per rank, layer and step", text_of(unit["unit"]), sum,
                         bytes_text(total), grouped(total)));

@@ -240,8 +240,8 @@ bool tell_mesh(Page& page, const WalkthroughOptions& o, const World& world) {
   page.line(
       fmt::format("Held: parameters as {}, f32 master weights, gradient shards and two "
                   "moments, of all units, without what is gathered. Sent: by rings, with "
-                  "resharding after forward. This is arithmetic over the shard layout: this "
-                  "program runs full sharding, whose bytes `qshard walkthrough` measures.",
+                  "resharding after forward. This is arithmetic over the shard layout; "
+                  "`qshard walkthrough --mesh RxS` measures a step of each.",
                   dtype_name(o.fsdp.param_dtype)));
   return true;
 }

@@ -42,7 +42,7 @@ class TracedCollectives final : public Collectives {
   void* gather_wait(int unit) override {
     void* full = nullptr;
     call(unit, Lane::gather, "all-gather wait", [&] { full = inner_->gather_wait(unit); });
-    if (observer_) observer_->gathered(unit, full);
+    if (observer_) observer_->gathered(units_[unit].spec.name, full);
     return full;
   }
   void reshard(int unit) override {
@@ -63,7 +63,7 @@ class TracedCollectives final : public Collectives {
   }
   void reduce_start(int unit) override {
     Unit& u = units_[unit];
-    if (observer_) observer_->before_reduce(unit, u.gradient);
+    if (observer_) observer_->before_reduce(u.spec.name, u.gradient);
     call(unit, Lane::reduce, "reduce-scatter start", [&] { inner_->reduce_start(unit); });
     u.gradient = nullptr;
   }

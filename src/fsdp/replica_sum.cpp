@@ -7,7 +7,7 @@ namespace qshard {
 ReplicaSum::ReplicaSum(const std::string& unit, int64_t elements, DType reduce_dtype, int ranks,
                        Backend& backend, Collectives& replicas)
     : backend_(backend), replicas_(replicas), dtype_(reduce_dtype), elements_(elements) {
-  const std::string name = unit + " gradient";
+  const std::string name = unit + kNameSuffix;
   const UnitLayout layout({{name, {elements}}}, ranks);
   own_elements_ = layout[0].piece().count;
   id_ = replicas.add_unit({name, layout.pieces(), layout.elements(), reduce_dtype, reduce_dtype,

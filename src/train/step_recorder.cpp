@@ -21,11 +21,10 @@ std::vector<float> host_values(Device& device, const Tensor& t) {
   return values;
 }
 
-void StepRecorder::start(int id, const std::string& name, const UnitLayout& layout,
-                         DType param_dtype, double loss_scale) {
+void StepRecorder::start(const std::string& name, const UnitLayout& layout, DType param_dtype,
+                         double loss_scale) {
   loss_scale_ = static_cast<float>(loss_scale);
   param_dtype_ = param_dtype;
-  id_ = id;
   name_ = name;
   layout_ = &layout;
   tensors_.clear();
@@ -50,7 +49,7 @@ static void append_columns(Recorded& to, const Recorded& part) {
 }
 
 void StepRecorder::after(const Span& span, std::span<const OpTensor> tensors) {
-  if (id_ < 0 || span.unit != name_ || span.phase != "forward" || span.micro_batch != 0) return;
+  if (!layout_ || span.unit != name_ || span.phase != "forward" || span.micro_batch != 0) return;
   for (const OpTensor& t : tensors) {
     if (t.role == std::string_view("weight")) continue;
     const std::string key = span.step + "/" + span.name + "/" + t.name;
@@ -62,8 +61,8 @@ void StepRecorder::after(const Span& span, std::span<const OpTensor> tensors) {
   }
 }
 
-void StepRecorder::gathered(int unit, const void* full) {
-  if (unit != id_ || !parameters_.empty()) return;
+void StepRecorder::gathered(const std::string& unit, const void* full) {
+  if (!layout_ || unit != name_ || !parameters_.empty()) return;
   for (int i = 0; i < layout_->size(); ++i) {
     const Shape& shape = layout_->params()[i].shape;
     const auto* from = static_cast<const char*>(full) +
@@ -73,8 +72,8 @@ void StepRecorder::gathered(int unit, const void* full) {
   }
 }
 
-void StepRecorder::before_reduce(int unit, const float* gradient) {
-  if (unit != id_) return;
+void StepRecorder::before_reduce(const std::string& unit, const float* gradient) {
+  if (!layout_ || unit != name_) return;
   gradients_.resize(layout_->size());
   magnitudes_.resize(layout_->size());
   for (int i = 0; i < layout_->size(); ++i) {

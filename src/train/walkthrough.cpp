@@ -7,7 +7,9 @@
 #include "train/metrics.h"
 #include "train/reference_case.h"
 #include "train/trace_file.h"
+#include "train/value_stages.h"
 #include "train/walkthrough_checks.h"
+#include "train/walkthrough_document.h"
 
 namespace qshard {
 namespace {
@@ -51,46 +53,6 @@ void read_tokens(const WalkthroughOptions& o, const World& world, StepTokens& to
   tokens.labels.assign(c.labels.begin(), c.labels.begin() + n);
 }
 
-std::vector<UnitRecord> record_units(Qwen3Model& model, Collectives& transport,
-                                     const World& world) {
-  std::vector<UnitRecord> units;
-  for (int u = 0; u < model.num_units(); ++u) {
-    const Unit& unit = model.unit(u);
-    UnitRecord& record = units.emplace_back();
-    record.name = unit.name();
-    for (int i = 0; i < unit.size(); ++i) {
-      const ParamSpec& spec = unit.layout().params()[i];
-      const Tensor shard = transport.shard(u, i), master = unit.master(i);
-      const int64_t row = unit.layout()[i].row_numel;
-      record.params.push_back({spec.name,
-                               {spec.shape.begin(), spec.shape.end()},
-                               unit.layout()[i].rows_of(world.rank()).begin,
-                               master.numel() / row,
-                               master.numel(),
-                               shard.numel(),
-                               static_cast<int64_t>(shard.bytes())});
-    }
-  }
-  return units;
-}
-
-std::vector<std::pair<std::string, int64_t>> record_memory(const Device& device) {
-  std::vector<std::pair<std::string, int64_t>> memory;
-  for (Segment segment : {Segment::shards, Segment::moments, Segment::params, Segment::gradients,
-                          Segment::activations, Segment::workspace, Segment::communication})
-    memory.emplace_back(segment_name(segment), device.bytes_held(segment));
-  return memory;
-}
-
-Traffic difference(const Traffic& a, const Traffic& b) {
-  return {a.gathers - b.gathers,
-          a.gather_logical_bytes - b.gather_logical_bytes,
-          a.gather_copied_bytes - b.gather_copied_bytes,
-          a.reduces - b.reduces,
-          a.reduce_logical_bytes - b.reduce_logical_bytes,
-          a.reduce_copied_bytes - b.reduce_copied_bytes};
-}
-
 // A whole step at rate 0, so that code and memory are warm and rows are published as in training;
 // weights keep their values, moments and counts are set back.
 void warm_up(Engine& engine, Device& device, const std::vector<TokenBatch>& batches) {
@@ -102,56 +64,6 @@ void warm_up(Engine& engine, Device& device, const std::vector<TokenBatch>& batc
         device.zero(moment.data, moment.bytes());
   engine.restore(0, 0);
 }
-
-// --- values of one parameter on its way
-
-// Index of the one parameter of the unit whose name ends so.
-int find_parameter(const UnitLayout& layout, const std::string& name) {
-  int found = -1;
-  std::vector<std::string> known;
-  for (int i = 0; i < layout.size(); ++i) {
-    known.push_back(layout.params()[i].name);
-    const bool whole = known.back() == name || known.back().ends_with("." + name) ||
-                       known.back().ends_with("." + name + ".weight");
-    if (!whole) continue;
-    if (found >= 0) fail_usage("--tensor {} could be {} or {}", name, known[found], known[i]);
-    found = i;
-  }
-  if (found < 0) fail_usage("--tensor {}: expected one of {}", name, fmt::join(known, ", "));
-  return found;
-}
-
-class ValueStages {
- public:
-  ValueStages(const ParamSpec& spec, RowRange rows)
-      : columns_(spec.shape.row_numel()), total_rows_(spec.shape[0]), rows_(rows) {}
-
-  // `rows`: what the values cover.
-  void add(const char* stage, const char* meaning, const std::vector<float>& values, bool full) {
-    const int64_t first = full ? 0 : rows_.begin, n = full ? total_rows_ : rows_.size();
-    Document lines = Document::array();
-    for (int64_t r = 0; r < n; ++r) {
-      if (r >= kShown && r + kShown < n) continue;
-      std::vector<float> shown;
-      for (int64_t c = 0; c < columns_; ++c)
-        if (c < kShown || c + kShown >= columns_) shown.push_back(values[r * columns_ + c]);
-      lines.push_back({{"row", first + r}, {"values", shown}});
-    }
-    stages_.push_back({{"stage", stage},
-                       {"meaning", meaning},
-                       {"rows", {first, first + n}},
-                       {"columns", columns_},
-                       {"shown_at_each_end", kShown},
-                       {"lines", lines}});
-  }
-  Document take() { return std::move(stages_); }
-
- private:
-  static constexpr int64_t kShown = 3;
-  int64_t columns_, total_rows_;
-  RowRange rows_;
-  Document stages_ = Document::array();
-};
 
 // --- the step
 
@@ -196,23 +108,26 @@ class Walk {
     collectively(world_, [&] {
       if (!o_.tensor.empty()) watched = find_parameter(unit.layout(), o_.tensor);
     });
+    record_.mesh = engine.mesh().shape();
+    record_.replica = engine.mesh().replica();
+    record_.place = engine.mesh().shards().rank();
     set_weights(o_, world_, engine.model());
     trace_.record(false);
     warm_up(engine, *backend_.device, tokens_.batches);
     trace_.record(true);
-    recorder_.start(unit_id(), unit.name(), unit.layout(), o_.fsdp.param_dtype,
-                    engine.applied_loss_scale());
-    record_.units = record_units(engine.model(), engine.collectives(), world_);
+    recorder_.start(unit.name(), unit.layout(), o_.fsdp.param_dtype, engine.applied_loss_scale());
+    record_.units = record_units(engine);
     record_.memory = record_memory(*backend_.device);
 
-    const Traffic before = engine.collectives().traffic();
+    const StepTraffic before = record_traffic(engine.sharding());
     begin_values(unit, watched);
     const StepResult result = engine.compute_gradients(tokens_.batches);
-    checks_.push_back(check_mean_gradient(o_, world_, *backend_.device, unit, recorder_));
+    checks_.push_back(check_mean_gradient(o_, engine.mesh(), *backend_.device, unit, recorder_));
     middle_values(unit, watched);
     engine.update(result, kLearningRate);
     end_values(unit, watched);
-    record_.traffic = difference(engine.collectives().traffic(), before);
+    record_.traffic = record_traffic(engine.sharding(), before);
+    record_.weights = hash_weights(engine, *backend_.device);
     result_ = {{"loss", result.loss},
                {"grad_norm", result.grad_norm},
                {"labels", result.kept},
@@ -229,7 +144,7 @@ class Walk {
 
   void begin_values(const Unit& unit, int i) {
     if (!shows(i)) return;
-    stages_.emplace(unit.layout().params()[i], unit.layout()[i].rows_of(world_.rank()));
+    stages_.emplace(unit.layout().params()[i], unit.rows(i));
     stages_->add("shard", "own rows of the f32 master weight", host(unit.master(i)), false);
   }
   void middle_values(const Unit& unit, int i) {

@@ -1,192 +1,9 @@
 #include "train/walkthrough_document.h"
 
-#include <algorithm>
-#include <string_view>
+#include "train/walkthrough_steps.h"
 
 namespace qshard {
 namespace {
-
-// What the program says about a step; all numbers beside it are measured.
-struct StepText {
-  const char *phase, *number, *title, *formula;
-  const char* label;  // of the operators, or "" for the transport's verbs
-  std::vector<std::string> verbs;
-  const char* same_pass_as = nullptr;  // the number of the step whose operators do this one as well
-};
-
-const std::vector<StepText>& step_texts() {
-  static const std::vector<StepText> texts = {
-      {"forward",
-       "0",
-       "all-gather the parameters",
-       "full = the rows of all ranks, one batch",
-       "",
-       {"all-gather start", "all-gather wait"}},
-      {"forward", "1", "input RMSNorm", "n = x / sqrt(mean(x²) + eps) · w", "1 input RMSNorm", {}},
-      {"forward", "2", "q/k/v projections", "q = n·Wqᵀ, k = n·Wkᵀ, v = n·Wvᵀ", "2 q/k/v", {}},
-      {"forward",
-       "3",
-       "q-norm, k-norm",
-       "RMSNorm of every head over head_dim",
-       "3+4 q-norm, k-norm, RoPE",
-       {}},
-      {"forward",
-       "4",
-       "RoPE",
-       "a' = a·cos − b·sin, b' = b·cos + a·sin; b = a's half head_dim on",
-       "3+4 q-norm, k-norm, RoPE",
-       {},
-       "3"},
-      {"forward",
-       "5",
-       "causal attention, grouped kv heads",
-       "o = softmax(q·kᵀ / sqrt(D), causal)·v",
-       "5 attention",
-       {}},
-      {"forward", "6", "o_proj", "y = o·Woᵀ", "6 o_proj", {}},
-      {"forward", "7", "residual", "m = x + y", "7+8 residual, RMSNorm", {}},
-      {"forward",
-       "8",
-       "post-attention RMSNorm",
-       "n = m / sqrt(mean(m²) + eps) · w",
-       "7+8 residual, RMSNorm",
-       {},
-       "7"},
-      {"forward", "9", "SwiGLU MLP", "z = (silu(n·Wgᵀ) ⊙ n·Wuᵀ)·Wdᵀ", "9 SwiGLU MLP", {}},
-      {"forward", "10", "residual", "out = m + z", "10 residual", {}},
-      {"forward", "11", "reshard", "give up the other ranks' rows", "", {"reshard"}},
-      {"backward",
-       "0",
-       "all-gather again",
-       "full = the rows of all ranks, one batch",
-       "",
-       {"all-gather start", "all-gather wait"}},
-      {"backward",
-       "9",
-       "SwiGLU MLP (and residual 10)",
-       "dWd, dWu, dWg and dn from dout",
-       "9 SwiGLU MLP",
-       {}},
-      {"backward",
-       "8+7",
-       "RMSNorm, residual",
-       "dm += gradient through the norm; dw = Σ dn·m/rms",
-       "8+7 RMSNorm, residual",
-       {}},
-      {"backward", "6", "o_proj", "dWo = dyᵀ·o, do = dy·Wo", "6 o_proj", {}},
-      {"backward",
-       "5",
-       "causal attention",
-       "dq, dk, dv from do and the kept row sums",
-       "5 attention",
-       {}},
-      {"backward",
-       "4+3",
-       "RoPE, q-norm, k-norm",
-       "rotate back, then through the norm of each head",
-       "4+3 RoPE, q-norm, k-norm",
-       {}},
-      {"backward", "2", "q/k/v projections", "dWq, dWk, dWv and dn", "2 q/k/v", {}},
-      {"backward",
-       "1",
-       "input RMSNorm, residual",
-       "dx += gradient through the norm",
-       "1 input RMSNorm, residual",
-       {}},
-      {"backward", "11", "reshard", "give up the other ranks' rows", "", {"reshard"}},
-      {"backward",
-       "12",
-       "reduce-scatter the gradient",
-       "own rows of the mean over ranks",
-       "",
-       {"gradient buffer", "reduce-scatter start", "reduce-scatter wait"}},
-      {"optimizer",
-       "13",
-       "AdamW on the own rows",
-       "m, v, master weights f32; shard = rounded master",
-       "AdamW",
-       {}},
-  };
-  return texts;
-}
-
-bool belongs(const Span& span, const StepText& text, const std::string& unit) {
-  if (span.unit != unit || span.phase != text.phase) return false;
-  if (*text.label) return !is_transport(span) && span.step == text.label;
-  return std::find(text.verbs.begin(), text.verbs.end(), span.name) != text.verbs.end();
-}
-
-Document tensors_of(const Span& span) { return Document(span).at("tensors"); }
-
-// The operators of a step in order; equal calls, as those of micro-batches, once with a count.
-Document operators(const std::vector<const Span*>& spans) {
-  Document list = Document::array();
-  for (const Span* span : spans) {
-    if (is_transport(*span)) continue;
-    const Document tensors = tensors_of(*span);
-    bool known = false;
-    for (Document& op : list)
-      if (op["name"] == span->name && op["tensors"] == tensors) {
-        op["calls"] = op["calls"].get<int64_t>() + 1;
-        op["flops"] = op["flops"].get<int64_t>() + span->flops;
-        known = true;
-      }
-    if (!known)
-      list.push_back(
-          {{"name", span->name}, {"calls", 1}, {"flops", span->flops}, {"tensors", tensors}});
-  }
-  return list;
-}
-
-// From the beginning of each start to the end of its wait.
-int64_t in_flight_ns(const std::vector<const Span*>& spans) {
-  int64_t total = 0, begin = -1;
-  for (const Span* span : spans) {
-    if (span->name.ends_with(" start")) begin = span->begin_ns;
-    if (span->name.ends_with(" wait") && begin >= 0) total += span->end_ns - begin;
-  }
-  return total;
-}
-
-Document describe_step(const StepText& text, const std::string& unit,
-                       const std::vector<RankRecord>& ranks) {
-  const Lane lane = *text.label                          ? Lane::compute
-                    : text.verbs[0] == "gradient buffer" ? Lane::reduce
-                                                         : Lane::gather;
-  Document step = {{"phase", text.phase},
-                   {"number", text.number},
-                   {"lane", lane_name(lane)},
-                   {"title", text.title},
-                   {"formula", text.formula},
-                   {"same_pass_as", text.same_pass_as ? Document(text.same_pass_as) : Document()}};
-  for (const RankRecord& rank : ranks) {
-    std::vector<const Span*> spans;
-    for (const Span& span : rank.spans)
-      if (belongs(span, text, unit)) spans.push_back(&span);
-    int64_t flops = 0, ns = 0, logical = 0, copied = 0;
-    for (const Span* span : spans) {
-      flops += span->flops;
-      ns += span->end_ns - span->begin_ns;
-      logical += span->logical_bytes;
-      copied += span->copied_bytes;
-    }
-    if (rank.rank == 0) {
-      step["calls"] = spans.size();
-      step["operators"] = operators(spans);
-      step["flops"] = flops;
-    }
-    step["time_ns"].push_back(ns);
-    step["in_flight_ns"].push_back(in_flight_ns(spans));
-    step["logical_bytes"].push_back(logical);
-    step["copied_bytes"].push_back(copied);
-    step["held_before"].push_back(spans.empty() ? 0 : spans.front()->held_before);
-    step["held_after"].push_back(spans.empty() ? 0 : spans.back()->held_after);
-    if (lane != Lane::gather) continue;
-    step["unit_before"].push_back(spans.empty() ? 0 : spans.front()->unit_before);
-    step["unit_after"].push_back(spans.empty() ? 0 : spans.back()->unit_after);
-  }
-  return step;
-}
 
 Document setting(const WalkthroughOptions& o, const std::vector<RankRecord>& ranks) {
   const Qwen3Config& c = o.config;
@@ -201,13 +18,18 @@ Document setting(const WalkthroughOptions& o, const std::vector<RankRecord>& ran
           {"tie_word_embeddings", c.tie_word_embeddings},
           {"parameters", c.num_parameters()},
           {"ranks", ranks.size()},
+          {"replicas", ranks[0].mesh.replicas},
+          {"shards", ranks[0].mesh.shards},
+          {"reshard_ranks", ranks[0].mesh.group},
           {"batch", o.batch},
           {"seq", o.seq},
           {"accumulation", o.accumulation},
           {"param_dtype", dtype_name(o.fsdp.param_dtype)},
           {"reduce_dtype", dtype_name(o.fsdp.reduce_dtype)},
           {"reshard_after_forward", o.fsdp.reshard_after_forward},
-          {"prefetch", o.fsdp.prefetch},
+          {"reshard_after_backward", o.fsdp.reshard_after_backward},
+          {"forward_prefetch", o.fsdp.forward_depth()},
+          {"backward_prefetch", o.fsdp.backward_depth()},
           {"reduce_every_microbatch", o.fsdp.reduce_every_microbatch},
           {"backend", o.backend},
           {"transport", o.transport},
@@ -231,6 +53,7 @@ Document describe_unit(size_t u, const WalkthroughOptions& o,
       std::vector<int64_t> shape = own.shape;
       shape[0] = own.rows;
       shards.push_back({{"rank", r},
+                        {"replica", ranks[r].replica},
                         {"first_row", own.first_row},
                         {"shape", shape},
                         {"elements", own.elements},
@@ -261,6 +84,8 @@ Document initial_state(const std::vector<RankRecord>& ranks) {
     Document memory;
     for (const auto& [segment, bytes] : rank.memory) memory[segment] = bytes;
     state.push_back({{"rank", rank.rank},
+                     {"replica", rank.replica},
+                     {"place", rank.place},
                      {"host", rank.host},
                      {"parameters_held", rank.spans.empty() ? 0 : rank.spans.front().held_before},
                      {"allocated", memory}});
@@ -268,39 +93,49 @@ Document initial_state(const std::vector<RankRecord>& ranks) {
   return state;
 }
 
+// The columns of a rank: gathers and reductions among the ranks that share a copy of the weights,
+// and the sums over replicas.
+void add_columns(Document& row, const StepTraffic& t) {
+  Traffic own = t.shards;
+  own += t.group;
+  const Traffic& sums = t.replicas;
+  row["gathers"].push_back(own.gathers);
+  row["gather_logical_bytes"].push_back(own.gather_logical_bytes);
+  row["gather_copied_bytes"].push_back(own.gather_copied_bytes);
+  row["reduces"].push_back(own.reduces);
+  row["reduce_logical_bytes"].push_back(own.reduce_logical_bytes);
+  row["reduce_copied_bytes"].push_back(own.reduce_copied_bytes);
+  row["all_reduces"].push_back(sums.reduces);
+  row["all_reduce_logical_bytes"].push_back(sums.reduce_logical_bytes + sums.gather_logical_bytes);
+  row["all_reduce_copied_bytes"].push_back(sums.reduce_copied_bytes + sums.gather_copied_bytes);
+}
+
+// What the spans of a unit on a rank add up to.
+StepTraffic traffic_of(const UnitRecord& unit, const RankRecord& rank) {
+  StepTraffic sums;
+  for (const Span& span : rank.spans) {
+    if (!is_transport(span) || rank.unit_of(span).name != unit.name) continue;
+    const Among ranks = among(span, rank.mesh);
+    Traffic& sum = ranks == Among::shards  ? sums.shards
+                   : ranks == Among::group ? sums.group
+                                           : sums.replicas;
+    const bool gather = span.lane == Lane::gather;
+    (gather ? sum.gather_logical_bytes : sum.reduce_logical_bytes) += span.logical_bytes;
+    (gather ? sum.gather_copied_bytes : sum.reduce_copied_bytes) += span.copied_bytes;
+    sum.gathers += span.name == "all-gather start";
+    sum.reduces += span.name == "reduce-scatter start";
+  }
+  return sums;
+}
+
 Document communication(const std::vector<RankRecord>& ranks) {
-  Document units = Document::array();
+  Document units = Document::array(), total;
   for (const UnitRecord& unit : ranks[0].units) {
     Document row = {{"unit", unit.name}};
-    for (const RankRecord& rank : ranks) {
-      Traffic sum;
-      for (const Span& span : rank.spans) {
-        if (span.unit != unit.name || !is_transport(span)) continue;
-        const bool gather = span.lane == Lane::gather;
-        (gather ? sum.gather_logical_bytes : sum.reduce_logical_bytes) += span.logical_bytes;
-        (gather ? sum.gather_copied_bytes : sum.reduce_copied_bytes) += span.copied_bytes;
-        sum.gathers += span.name == "all-gather start";
-        sum.reduces += span.name == "reduce-scatter start";
-      }
-      row["gathers"].push_back(sum.gathers);
-      row["gather_logical_bytes"].push_back(sum.gather_logical_bytes);
-      row["gather_copied_bytes"].push_back(sum.gather_copied_bytes);
-      row["reduces"].push_back(sum.reduces);
-      row["reduce_logical_bytes"].push_back(sum.reduce_logical_bytes);
-      row["reduce_copied_bytes"].push_back(sum.reduce_copied_bytes);
-    }
+    for (const RankRecord& rank : ranks) add_columns(row, traffic_of(unit, rank));
     units.push_back(row);
   }
-  Document total;
-  for (const RankRecord& rank : ranks) {
-    const Traffic& t = rank.traffic;
-    total["gathers"].push_back(t.gathers);
-    total["gather_logical_bytes"].push_back(t.gather_logical_bytes);
-    total["gather_copied_bytes"].push_back(t.gather_copied_bytes);
-    total["reduces"].push_back(t.reduces);
-    total["reduce_logical_bytes"].push_back(t.reduce_logical_bytes);
-    total["reduce_copied_bytes"].push_back(t.reduce_copied_bytes);
-  }
+  for (const RankRecord& rank : ranks) add_columns(total, rank.traffic);
   return {{"units", units}, {"total", total}};
 }
 
@@ -324,7 +159,7 @@ Document transition(const WalkthroughOptions& o, const std::vector<Span>& spans)
   Document doc = {
       {"from", from}, {"to", to}, {"output", Document()}, {"events", Document::array()}};
   if (!first || !out || !next) return doc;
-  doc["output"] = tensors_of(*out).back();
+  doc["output"] = Document(*out).at("tensors").back();
   doc["next_gather_began_ns_before_layer"] =
       started ? Document(first->begin_ns - started->begin_ns) : Document();
   for (const Span& s : spans)
@@ -339,11 +174,18 @@ Document transition(const WalkthroughOptions& o, const std::vector<Span>& spans)
   return doc;
 }
 
-}  // namespace
-
-bool is_transport(const Span& span) {
-  return span.lane == Lane::gather || span.lane == Lane::reduce;
+// Every span, with the step that it belongs to and the ranks that it moves between.
+Document timeline(const RankRecord& rank, const std::string& unit) {
+  Document spans = Document::array();
+  for (const Span& span : rank.spans) {
+    Document& told = spans.emplace_back(span);
+    told["told"] = step_of(span, unit, rank.mesh);
+    told["among"] = is_transport(span) ? Document(among_name(among(span, rank.mesh))) : Document();
+  }
+  return {{"rank", rank.rank}, {"host", rank.host}, {"spans", spans}};
 }
+
+}  // namespace
 
 Document walkthrough_document(const WalkthroughOptions& options,
                               const std::vector<RankRecord>& ranks) {
@@ -353,48 +195,11 @@ Document walkthrough_document(const WalkthroughOptions& options,
   for (size_t u = 0; u < ranks[0].units.size(); ++u)
     doc["units"].push_back(describe_unit(u, options, ranks));
   doc["initial_state"] = initial_state(ranks);
-  for (const StepText& text : step_texts())
-    doc["steps"].push_back(describe_step(text, unit, ranks));
+  doc["steps"] = describe_steps(unit, ranks);
   doc["transition"] = transition(options, ranks[0].spans);
   doc["communication"] = communication(ranks);
-  for (const RankRecord& rank : ranks)
-    doc["timeline"].push_back({{"rank", rank.rank}, {"host", rank.host}, {"spans", rank.spans}});
+  for (const RankRecord& rank : ranks) doc["timeline"].push_back(timeline(rank, unit));
   return doc;
-}
-
-void to_json(Document& json, const RankRecord& record) {
-  json = {{"rank", record.rank},
-          {"host", record.host},
-          {"spans", record.spans},
-          {"memory", record.memory}};
-  const Traffic& t = record.traffic;
-  json["traffic"] = {t.gathers, t.gather_logical_bytes, t.gather_copied_bytes,
-                     t.reduces, t.reduce_logical_bytes, t.reduce_copied_bytes};
-  for (const UnitRecord& unit : record.units) {
-    Document params = Document::array();
-    for (const ParamRecord& p : unit.params)
-      params.push_back(
-          {p.name, p.shape, p.first_row, p.rows, p.elements, p.shard_elements, p.shard_bytes});
-    json["units"].push_back({{"name", unit.name}, {"params", params}});
-  }
-}
-
-void from_json(const Document& json, RankRecord& record) {
-  json.at("rank").get_to(record.rank);
-  json.at("host").get_to(record.host);
-  json.at("spans").get_to(record.spans);
-  json.at("memory").get_to(record.memory);
-  Traffic& t = record.traffic;
-  int i = 0;
-  for (int64_t* value : {&t.gathers, &t.gather_logical_bytes, &t.gather_copied_bytes, &t.reduces,
-                         &t.reduce_logical_bytes, &t.reduce_copied_bytes})
-    json.at("traffic").at(i++).get_to(*value);
-  for (const Document& u : json.at("units")) {
-    UnitRecord& unit = record.units.emplace_back();
-    u.at("name").get_to(unit.name);
-    for (const Document& p : u.at("params"))
-      unit.params.push_back({p[0], p[1], p[2], p[3], p[4], p[5], p[6]});
-  }
 }
 
 }  // namespace qshard

@@ -9,7 +9,9 @@ import struct
 import unicodedata
 
 import cli
+import qwen3_reference
 import runs
+from qwen3_reference import rms_norm, rotate
 
 REFERENCE = cli.ROOT / "test" / "reference"
 # Rows, columns and a rank's elements of the layer in the README, on 4 ranks.
@@ -28,7 +30,7 @@ LAYER = {
 }
 TOTAL, SHARD, RING = 2360448, 590112, 3540672  # elements; elements; bytes of 16-bit numbers
 KINDS = ("gather_logical_bytes", "gather_copied_bytes", "reduce_logical_bytes",
-         "reduce_copied_bytes")
+         "reduce_copied_bytes", "all_reduce_logical_bytes", "all_reduce_copied_bytes")
 
 
 def walk(*args, ranks=4, rc=0):
@@ -47,19 +49,21 @@ def failed(doc):
 
 def adds_up(doc):
     """Sums that hold for any model, ranks and batch."""
-    ranks = doc["setting"]["ranks"]
+    ranks, replicas = doc["setting"]["ranks"], doc["setting"]["replicas"]
     for unit in doc["units"]:
         assert unit["elements"] == sum(p["elements"] for p in unit["parameters"])
         for p in unit["parameters"]:
             assert p["elements"] == math.prod(p["shape"])
             assert [s["rank"] for s in p["shards"]] == list(range(ranks))
-            assert sum(s["elements"] for s in p["shards"]) == p["elements"], p
-            row = 0
-            for s in p["shards"]:
-                assert s["elements"] == math.prod(s["shape"])
-                assert s["first_row"] == row or s["shape"][0] == 0
-                row += s["shape"][0]
-            assert row == p["shape"][0]
+            for replica in range(replicas):
+                shards = [s for s in p["shards"] if s["replica"] == replica]
+                assert sum(s["elements"] for s in shards) == p["elements"], p
+                row = 0
+                for s in shards:
+                    assert s["elements"] == math.prod(s["shape"])
+                    assert s["first_row"] == row or s["shape"][0] == 0
+                    row += s["shape"][0]
+                assert row == p["shape"][0]
         for r in range(ranks):
             assert unit["elements_of_rank"][r] == sum(
                 p["shards"][r]["elements"] for p in unit["parameters"])
@@ -76,7 +80,7 @@ def adds_up(doc):
             assert told[kinds + "_logical_bytes"][r] == share + again
         spans = doc["timeline"][r]["spans"]
         assert sum(s["logical_bytes"] for s in spans if s["lane"] in ("gather", "reduce")) == \
-            moved["total"]["gather_logical_bytes"][r] + moved["total"]["reduce_logical_bytes"][r]
+            sum(moved["total"][kind][r] for kind in KINDS if "logical" in kind)
 
 
 def test_numbers_of_the_table(tmp):
@@ -134,6 +138,40 @@ def test_odd_shapes_add_up(tmp):
     assert doc["ok"], failed(doc)
     adds_up(doc)
     assert 0 in [s["elements"] for p in doc["units"][1]["parameters"] for s in p["shards"]]
+
+
+def test_meshes_and_groups(tmp):
+    half = TOTAL // 2
+    for transport in ("shm", "mpi"):
+        doc = walk("--fsdp.mesh", "2x2", "--transport", transport)
+        assert doc["ok"], failed(doc)
+        adds_up(doc)
+        assert doc["units"][1]["elements_of_rank"] == [half] * 4
+        total = step(doc, "backward", "12+")
+        assert total["among"] == "replicas"
+        # A half of the gradient in fp16: reduce-scatter and all-gather send a half of that each.
+        assert total["logical_bytes"] == [2 * half] * 4
+        assert total["copied_bytes"] == [half if transport == "shm" else 2 * half] * 4
+        assert step(doc, "backward", "12")["logical_bytes"] == [2 * half] * 4
+        assert doc["communication"]["units"][1]["all_reduces"] == [1] * 4
+    path = runs.model(tmp, vocab_size=61, num_hidden_layers=3)
+    for ranks, args in (
+            (3, ("--mesh", "3x1", "--param-dtype", "bf16")),
+            (6, ("--mesh", "2x3", "--accumulate", 2, "--prefetch", 2)),
+            (4, ("--mesh", "2x2", "--reshard-after-forward", "false", "--prefetch", 0)),
+            (4, ("--transport", "mpi", "--reshard-ranks", 2, "--backward-prefetch", 2)),
+            (8, ("--transport", "mpi", "--mesh", "2x4", "--reshard-ranks", 2)),
+            (4, ("--reduce-every-microbatch", "false", "--accumulate", 2, "--mesh", "2x2"))):
+        doc = walk("--model", path, "--layer", 1, "--batch", 1, "--seq", 7, *args, ranks=ranks)
+        assert doc["ok"], failed(doc)
+        adds_up(doc)
+    assert "12+" not in [s["number"] for s in walk("--model", path, ranks=2)["steps"]]
+    result = cli.qshard("walkthrough", "--mesh", "2x2", ranks=4)
+    cli.expect(result, out="mesh: 2 replicas of 2 ranks")
+    assert all(columns(line) <= 80 for line in result.out.splitlines()), result
+    cli.expect(cli.qshard("walkthrough", "--mesh", "2x2", "--format", "md", ranks=4),
+               out="all-reduces")
+    runs.expect_one_error(cli.qshard("walkthrough", "--mesh", "3x2", ranks=4), 2, "fsdp.mesh 3x2")
 
 
 def columns(line):
@@ -204,26 +242,11 @@ def dot(a, b):
 
 
 def product(rows, weight):
-    return [[dot(x, w) for w in weight] for x in rows]
-
-
-def rms_norm(x, weight, eps):
-    factor = 1 / math.sqrt(dot(x, x) / len(x) + eps)
-    return [value * factor * w for value, w in zip(x, weight)]
+    return [qwen3_reference.product(weight, x) for x in rows]
 
 
 def add(a, b):
     return [[x + y for x, y in zip(p, q)] for p, q in zip(a, b)]
-
-
-def rotate(x, t, theta):
-    half = len(x) // 2
-    out = list(x)
-    for i in range(half):
-        angle = t * theta ** (-2 * i / len(x))
-        c, s = math.cos(angle), math.sin(angle)
-        out[i], out[i + half] = x[i] * c - x[i + half] * s, x[i + half] * c + x[i] * s
-    return out
 
 
 def attend(q, k, v):
@@ -366,6 +389,8 @@ def test_page_is_self_contained_and_holds_the_json(tmp):
     assert not page.addresses and "@import" not in text and "url(" not in text
     outside = set(re.findall(r"https?://[^\s\"']+", text)) - {"http://www.w3.org/2000/svg"}
     assert not outside, outside
+    doc = walk("--model", path, "--mesh", "2x2", "--html", tmp / "mesh.html", ranks=4)
+    assert json.loads(Page((tmp / "mesh.html").read_text()).texts["data"]) == doc
     bad = cli.qshard("walkthrough", "--html", tmp / "no" / "p.html", ranks=2)
     runs.expect_one_error(bad, 1, "cannot write", "no/p.html")
 

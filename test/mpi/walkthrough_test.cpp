@@ -5,6 +5,7 @@
 
 #include "forwarding.h"
 #include "tiny_model.h"
+#include "train/walkthrough_checks.h"
 
 namespace qshard {
 namespace {
@@ -64,6 +65,31 @@ struct GathersAgain final : Forwarding {  // in the middle of a layer: not local
   }
 };
 
+// Only where gradients are summed over replicas.
+struct OfReplicas : Forwarding {
+  using Forwarding::Forwarding;
+  int add_unit(const UnitSpec& spec) override {
+    sums_ = spec.name.ends_with(ReplicaSum::kNameSuffix);
+    return Forwarding::add_unit(spec);
+  }
+  bool sums_ = false;
+};
+
+struct MiscountsReplicas final : OfReplicas {
+  using OfReplicas::OfReplicas;
+  void count() override {
+    Forwarding::count();
+    if (sums_) traffic_.gather_logical_bytes += 2 * traffic_.gathers;
+  }
+};
+
+struct WrongSumOfReplicas final : OfReplicas {
+  using OfReplicas::OfReplicas;
+  void reduce_wait(int unit, std::span<const Tensor> dst, float scale, bool accumulate) override {
+    Forwarding::reduce_wait(unit, dst, sums_ ? scale * 1.1f : scale, accumulate);
+  }
+};
+
 // Names of the checks that are not met, on rank 0; the report's verdict is that of the list.
 std::vector<std::string> failed_checks(const WalkthroughOptions& options) {
   const WalkthroughReport report = run_walkthrough(options, test_world(), test_backend());
@@ -82,8 +108,9 @@ void expect_all_met(const WalkthroughOptions& options) {
 }
 
 template <typename Faulty>
-void expect_failed(const std::string& part) {
+void expect_failed(const std::string& part, const std::string& mesh = "full") {
   WalkthroughOptions options = tiny_walk();
+  options.fsdp.mesh = mesh;
   options.wrap_transport = [](std::unique_ptr<Collectives> inner) {
     return std::make_unique<Faulty>(std::move(inner));
   };
@@ -137,6 +164,30 @@ TEST(Walkthrough, HiddenCopiesAreFound) {
 TEST(Walkthrough, ShardOfWrongSizeIsFound) { expect_failed<ShardOfWrongSize>("k_proj"); }
 
 TEST(Walkthrough, WrongMeanIsFound) { expect_failed<SumInsteadOfMean>("mean gradient"); }
+
+TEST(Walkthrough, WrongSumOverReplicasIsFound) {
+  if (test_world().size() == 1) return;
+  const std::string replicas = fmt::format("{}x1", test_world().size());
+  expect_failed<WrongSumOfReplicas>("mean gradient", replicas);
+  expect_failed<MiscountsReplicas>("all-reduce over replicas", replicas);
+}
+
+// Sums whose every rounding goes up as far as it can are within NCCL's bound; a sum that lacks one
+// rank of an equal share is not.
+TEST(Walkthrough, BoundOfSumsRoundedAtEveryHop) {
+  for (DType dtype : {DType::bf16, DType::fp16})
+    for (int ranks : {1, 2, 3, 4, 8}) {
+      const double u = dtype == DType::fp16 ? 0x1p-11 : 0x1p-8;
+      double sum = 1 + u;
+      for (int rank = 1; rank < ranks; ++rank) sum = (sum + 1 + u) * (1 + u);
+      const double bound = ranks * mean_gradient_bound("nccl", dtype, {1, ranks, ""});
+      EXPECT_LE(sum - ranks, bound * (1 + 1e-12)) << ranks;
+      EXPECT_LT(bound, 1) << ranks;
+      EXPECT_DOUBLE_EQ(mean_gradient_bound("mpi", dtype, {1, ranks, ""}), u);
+      EXPECT_GT(mean_gradient_bound("mpi", dtype, {2, ranks, ""}), 3 * u);
+    }
+  EXPECT_EQ(mean_gradient_bound("nccl", DType::f32, {2, 4, ""}), 0);
+}
 
 TEST(Walkthrough, SecretGatherIsFound) {
   if (test_world().size() > 1) expect_failed<GathersAgain>("bytes of every gather");

@@ -2,6 +2,7 @@
 
 #include "base/config.h"
 #include "files.h"
+#include "train/walkthrough.h"
 
 namespace qshard {
 namespace {
@@ -81,6 +82,9 @@ TEST(Qwen3Config, WalkthroughLayerHasTheDesignsTotal) {
   const json object = parse_json(read_file("data/configs/walkthrough-layer.json"), "w");
   const Qwen3Config c = load(object);
   EXPECT_EQ(c.num_parameters() - c.vocab_size * c.hidden_size - c.hidden_size, 2'360'448);
+  Qwen3Config told = walkthrough_config();  // of the same layer
+  told.num_hidden_layers = c.num_hidden_layers;
+  EXPECT_EQ(told.to_json(), c.to_json());
 }
 
 // Multiply-adds of one token, matrix by matrix: two FLOPs each, backward twice the forward.
