@@ -23,9 +23,11 @@ class ReplicaSum {
              Backend& backend, Collectives& replicas);
   void attach();
 
-  void start(const Tensor& gradient);   // starts the reduce-scatter
-  void gather(float scale);             // finishes it and starts the all-gather
-  void finish(const Tensor& gradient);  // the sum times scale
+  // What starts in fp16 travels times the loss scale both ways, so that small values stay above
+  // what fp16 flushes to zero: gather()'s scale is that of the mean, finish()'s 1 / loss scale.
+  void start(const Tensor& gradient);                // starts the reduce-scatter
+  void gather(float scale);                          // finishes it, starts the all-gather
+  void finish(const Tensor& gradient, float scale);  // the sum times both scales
 
  private:
   Backend& backend_;

@@ -34,9 +34,9 @@ void ReplicaSum::gather(float scale) {
   replicas_.gather_start(id_);
 }
 
-void ReplicaSum::finish(const Tensor& gradient) {
-  void* const sum = replicas_.gather_wait(id_);
-  backend_.ops->cast(Tensor(sum, dtype_, gradient.shape), gradient);
+void ReplicaSum::finish(const Tensor& gradient, float scale) {
+  const Tensor sum(replicas_.gather_wait(id_), dtype_, gradient.shape);
+  backend_.ops->sum_parts({&sum, 1}, scale, gradient, false);
   replicas_.reshard(id_);
 }
 

@@ -164,23 +164,23 @@ void Unit::reduce() {
 }
 
 bool Unit::advance_reduction(bool accumulate, bool last_micro_batch, float loss_scale) {
-  const float mean = mean_ / loss_scale;
   switch (reduction_) {
     case Reduction::idle:
       fail("unit {}: advance_reduction without reduce", name_);
     case Reduction::scattering:
-      collectives_.reduce_wait(id_, grad_pieces_, replica_sum_ ? 1.0f : mean, accumulate);
+      collectives_.reduce_wait(id_, grad_pieces_,
+                               replica_sum_ ? 1.0f : mean_ / loss_scale, accumulate);
       reduction_ = Reduction::idle;
       if (!replica_sum_ || !last_micro_batch) return true;
       replica_sum_->start(grad_buffer_);
       reduction_ = Reduction::summing;
       return false;
     case Reduction::summing:
-      replica_sum_->gather(mean);
+      replica_sum_->gather(mean_);
       reduction_ = Reduction::gathering;
       return false;
     case Reduction::gathering:
-      replica_sum_->finish(grad_buffer_);
+      replica_sum_->finish(grad_buffer_, 1 / loss_scale);
       reduction_ = Reduction::idle;
   }
   return true;

@@ -7,6 +7,7 @@
 
 #include "../test_main.h"
 #include "fsdp/prefetch.h"
+#include "train/engine.h"
 
 namespace qshard {
 namespace {
@@ -240,6 +241,30 @@ TEST_P(UnitTest, ReductionDividesByTheLossScale) {
       for (int64_t j = 0; j < unit->grad_shard(i).numel(); ++j)
         EXPECT_FLOAT_EQ(unit->grad_shard(i).as<float>()[j], 3.0f);
   }
+}
+
+// Sums over replicas that travel in fp16 do so times the loss scale, all the way.
+TEST_P(UnitTest, ReplicaSumsKeepWhatFp16WouldFlushToZero) {
+  constexpr float kScale = 65536, kGradient = 3 * 0x1p-27f;
+  FsdpOptions options;
+  options.param_dtype = options.reduce_dtype = DType::fp16;
+  Sharding sharding = make_sharding(
+      {test_world().size(), 1, "", 0}, options, test_world(), [&](World& ranks, int full_buffers) {
+        return make_collectives(transport(), ranks, test_backend(), full_buffers);
+      });
+  Unit unit("unit", small_params(), true, true, options, sharding, test_backend());
+  sharding.finish_setup();
+  unit.attach();
+  unit.init_parameters(1, 0.5f);
+  unit.wait();
+  unit.begin_grad();
+  for (int i = 0; i < unit.size(); ++i) test_backend().ops->fill(unit.grad(i), kGradient * kScale);
+  unit.reshard();
+  unit.reduce();
+  while (!unit.advance_reduction(false, true, kScale)) continue;
+  for (int i = 0; i < unit.size(); ++i)
+    for (int64_t j = 0; j < unit.grad_shard(i).numel(); ++j)
+      EXPECT_NEAR(unit.grad_shard(i).as<float>()[j], kGradient, 0x1p-11f * kGradient);
 }
 
 TEST_P(UnitTest, KeptGradientsPileUpUntilTheReduction) {
