@@ -168,7 +168,8 @@ def predict(args, point):
                settings["model"]["config"], "--ranks", point["ranks"], "--batch", micro,
                "--accumulation", accumulation, "--seq", settings["train"]["seq"], "--param-dtype",
                point["dtype"], "--reduce-dtype", settings["train"]["reduce_dtype"], "--mesh",
-               point["mesh"], "--prefetch", point["prefetch"], "--transport", point["transport"],
+               point["mesh"], "--layers-per-unit", settings["fsdp"].get("layers_per_unit", 1),
+               "--prefetch", point["prefetch"], "--transport", point["transport"],
                "--activation-checkpoint", point["checkpointing"], "--hardware",
                calibrate(args, point["ranks"]), "--format", "json"]
     shell(command, folder / "plan.json")

@@ -43,6 +43,8 @@ class PrivateCollectives : public Collectives {
   std::vector<Tensor> gather_buffers() const;
   std::vector<Tensor> reduce_buffers() const;
 
+  char* shard_data(int unit) const;  // packed
+  char* full_data(int full) const;
   char* shard_rows(int unit, int piece) const;           // own rows, in param dtype
   char* full_rows(int unit, int full, int piece) const;  // all ranks' rows, from rank 0's on
   char* gradient(int unit, int slot) const;              // full and not packed, in reduce dtype

@@ -1,11 +1,11 @@
-// When a unit is gathered, resharded and reduced. The order of layers is known, so it is written
-// down: forward 0 … L−1, backward L−1 … 0, each gather started `depth` layers ahead.
+// When a unit is gathered, resharded and reduced. The order of the layers' units is known, so it is
+// written down: forward 0 … U−1, backward U−1 … 0, each gather started `depth` units ahead.
 //
-//   forward   enter_forward(l): wait for l, start l+1 … l+depth     leave_forward(l): reshard l
-//   backward  enter_backward(l): wait for l, start l−1 … l−depth, take l's gradient buffer
-//             leave_backward(l): reshard l, start its reduction, finish that of l+1; with several
-//             replicas: go on with those of l+1, l+2 and l+3, each in another part
-// With reshard_after_forward = false the layers stay gathered from forward to backward, with
+//   forward   enter_forward(u): wait for u, start u+1 … u+depth     leave_forward(u): reshard u
+//   backward  enter_backward(u): wait for u, start u−1 … u−depth, take u's gradient buffer
+//             leave_backward(u): reshard u, start its reduction, finish that of u+1; with several
+//             replicas: go on with those of u+1, u+2 and u+3, each in another part
+// With reshard_after_forward = false the units stay gathered from forward to backward, with
 // reshard_after_backward = false from one micro-batch's backward to the next one's forward.
 #pragma once
 
@@ -24,14 +24,14 @@ struct MicroBatch {
 
 class Prefetch {
  public:
-  Prefetch(Unit& root, std::vector<Unit*> layers, const FsdpOptions& options);
+  Prefetch(Unit& root, std::vector<Unit*> units, const FsdpOptions& options);
 
-  void begin_forward();  // gathers the root unit and starts the first layers
-  void enter_forward(int l);
-  void leave_forward(int l, bool backward_follows);
+  void begin_forward();  // gathers the root unit and starts the first units
+  void enter_forward(int u);
+  void leave_forward(int u, bool backward_follows);
   void begin_backward(MicroBatch micro);
-  void enter_backward(int l);
-  void leave_backward(int l);
+  void enter_backward(int u);
+  void leave_backward(int u);
   void end_backward();  // reduces the root unit; every reduction has finished on return
   void end_forward();   // instead of backward (evaluation): everything is sharded again
 
@@ -42,7 +42,7 @@ class Prefetch {
   void advance_reductions();
 
   Unit& root_;
-  std::vector<Unit*> layers_;
+  std::vector<Unit*> units_;  // of the layers
   FsdpOptions options_;
   MicroBatch micro_;
   std::vector<Unit*> reducing_;  // started and not finished, the earliest first

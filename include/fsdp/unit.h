@@ -41,7 +41,8 @@ struct FsdpOptions {
   // Ranks over which a layer stays sharded from forward to backward; 0: those of the mesh.
   int reshard_ranks = 0;
   bool reshard_after_backward = true;  // false: after the last micro-batch only
-  int prefetch = 1;                    // layers gathered ahead of the one that computes
+  int layers_per_unit = 1;             // successive ones that are a unit together
+  int prefetch = 1;                    // units gathered ahead of the one that computes
   int forward_prefetch = -1, backward_prefetch = -1;  // the same, unless -1
   // false: gradients pile up in full and are reduced at the last micro-batch.
   bool reduce_every_microbatch = true;
@@ -51,7 +52,7 @@ struct FsdpOptions {
 
   int forward_depth() const { return forward_prefetch < 0 ? prefetch : forward_prefetch; }
   int backward_depth() const { return backward_prefetch < 0 ? prefetch : backward_prefetch; }
-  // Full buffers of layers that a transport needs.
+  // Full buffers of layers' units that a transport needs.
   int full_buffers() const { return std::max(forward_depth(), backward_depth()) + 1; }
   bool reshards_to_group() const { return reshard_after_forward && reshard_ranks > 0; }
   // A layer that stays gathered for long has a full buffer of its own.

@@ -24,6 +24,17 @@
 
 namespace qshard {
 
+// One layer's parameters in the unit that holds them.
+struct LayerWeights {
+  std::string name;  // "layers.3", for messages and traces
+  const Unit& unit;
+  int first;  // index in the unit of kInputNorm
+
+  Tensor param(int i) const { return unit.param(first + i); }
+  Tensor grad(int i) const { return unit.grad(first + i); }
+  bool grad_accumulates() const { return unit.grad_accumulates(); }
+};
+
 struct LayerShape {
   int64_t B, T, N, C, H, K, D, F;
   float eps;
@@ -67,16 +78,16 @@ struct LayerWorkspace {
 };
 
 // out [N,C] R = the layer's output; its input is a.x.
-void layer_forward(Ops& ops, const LayerShape& s, const Unit& unit, LayerActivations& a,
+void layer_forward(Ops& ops, const LayerShape& s, const LayerWeights& layer, LayerActivations& a,
                    LayerWorkspace& w, Tensor out);
 
 // Before layer_backward(): what `mode` has not kept, once more into the same buffers.
-void layer_recompute(Ops& ops, const LayerShape& s, const Unit& unit, LayerActivations& a,
+void layer_recompute(Ops& ops, const LayerShape& s, const LayerWeights& layer, LayerActivations& a,
                      LayerWorkspace& w, ActivationCheckpoint mode);
 
 // d_res [N,C] R: gradient at the layer's output in, at its input out. d_res_p: its copy in P (the
-// same memory when P is R). Writes the unit's full gradient. a.gate_up is overwritten.
-void layer_backward(Ops& ops, const LayerShape& s, const Unit& unit, LayerActivations& a,
+// same memory when P is R). Writes the layer's full gradient. a.gate_up is overwritten.
+void layer_backward(Ops& ops, const LayerShape& s, const LayerWeights& layer, LayerActivations& a,
                     LayerWorkspace& w, Tensor d_res, Tensor d_res_p);
 
 }  // namespace qshard

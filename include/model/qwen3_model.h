@@ -1,4 +1,5 @@
-// A Qwen3 decoder under FSDP: the root unit, one unit a layer, and the only loop over layers.
+// A Qwen3 decoder under FSDP: the root unit, a unit for every FsdpOptions::layers_per_unit layers,
+// and the only loop over layers.
 #pragma once
 
 #include <algorithm>
@@ -20,7 +21,8 @@ struct TokenBatch {
 
 class Qwen3Model {
  public:
-  // B sequences of T tokens a micro-batch on this rank. Collective.
+  // B sequences of T tokens a micro-batch on this rank. More layers a unit than there are layers
+  // are a usage error. Collective.
   Qwen3Model(const Qwen3Config& config, const FsdpOptions& fsdp, int64_t B, int64_t T,
              Sharding& sharding, Backend& backend);
 
@@ -40,14 +42,18 @@ class Qwen3Model {
   const Qwen3Config& config() const { return config_; }
   const LayerShape& shape() const { return shape_; }
   Device& device() const { return *backend_.device; }  // that holds its tensors
-  int num_units() const { return static_cast<int>(layers_.size()) + 1; }
-  Unit& unit(int i) { return i == 0 ? *root_ : *layers_[i - 1]; }  // 0: root, then layers 0 … L−1
+  int num_units() const { return static_cast<int>(units_.size()) + 1; }
+  Unit& unit(int i) { return i == 0 ? *root_ : *units_[i - 1]; }  // 0: root, then the layers'
 
   // Rows of logits that exist at once.
   int64_t head_chunk() const { return head_chunk_; }
   void limit_head_chunk(int64_t rows) { head_chunk_ = std::clamp<int64_t>(rows, 1, head_chunk_); }
 
  private:
+  void make_units(const FsdpOptions& options, Sharding& sharding);
+  int layers_end(int unit) const {  // of a unit of layers, from 0
+    return std::min((unit + 1) * layers_per_unit_, static_cast<int>(layers_.size()));
+  }
   void run_forward(TokenBatch batch, bool backward_follows);
   void head(float weight, bool backward, Tensor loss_sum);
   void copy_in(TokenBatch batch);
@@ -56,11 +62,13 @@ class Qwen3Model {
   Qwen3Config config_;
   DType param_dtype_;
   ActivationCheckpoint checkpoint_;
+  int layers_per_unit_;
   LayerShape shape_;
   Backend& backend_;
   Ops& ops_;
   std::unique_ptr<Unit> root_;
-  std::vector<std::unique_ptr<Unit>> layers_;
+  std::vector<std::unique_ptr<Unit>> units_;  // of the layers
+  std::vector<LayerWeights> layers_;
   std::unique_ptr<Prefetch> prefetch_;
   std::vector<LayerActivations> activations_;
   std::unique_ptr<LayerWorkspace> workspace_;

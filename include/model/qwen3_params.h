@@ -26,11 +26,16 @@ enum LayerParam {
   kLayerParams
 };
 
+// "layers.3"; of several layers "layers.3-5".
+std::string layers_name(int64_t first, int64_t end);
+
 // The root unit. The head exists only when it is not tied to the embedding.
 enum RootParam { kEmbedTokens, kFinalNorm, kLmHead };
 
 std::vector<ParamSpec> layer_params(const Qwen3Config& config, int64_t layer);
 std::vector<ParamSpec> root_params(const Qwen3Config& config);
+// Of layers [first, end), layer by layer: what a unit of several layers holds.
+std::vector<ParamSpec> layers_params(const Qwen3Config& config, int64_t first, int64_t end);
 std::vector<ParamSpec> all_params(const Qwen3Config& config);  // root unit first, then the layers
 
 }  // namespace qshard

@@ -57,7 +57,8 @@ Document bench_collectives(const BenchOptions& options, const SweepOptions& swee
 Document bench_step(const BenchOptions& options, bool with_breakdown, World& world,
                     Backend& backend);
 
-// Saves and loads of the model with its moments in a folder made in `parent` and removed at the end.
+// Saves and loads of the model with its moments in a folder made in `parent` and removed at the
+// end.
 Document bench_checkpoint(const BenchOptions& options, const std::string& parent, World& world,
                           Backend& backend);
 

@@ -23,10 +23,10 @@ class StepRecorder final : public OpObserver, public UnitObserver {
  public:
   explicit StepRecorder(Device& device) : device_(device) {}
 
-  // From now on records the unit of this name. `layout` is the unit's. Gradients are divided by the
-  // scale of the loss.
-  void start(const std::string& name, const UnitLayout& layout, DType param_dtype,
-             double loss_scale = 1);
+  // From now on records the layer of this name and the unit that holds it. `layout` is the unit's.
+  // Gradients are divided by the scale of the loss.
+  void start(const std::string& layer, const std::string& unit, const UnitLayout& layout,
+             DType param_dtype, double loss_scale = 1);
 
   void after(const Span& span, std::span<const OpTensor> tensors) override;
   void gathered(const std::string& unit, const void* full) override;
@@ -45,7 +45,7 @@ class StepRecorder final : public OpObserver, public UnitObserver {
   Recorded read(const Tensor& tensor) const;
 
   Device& device_;
-  std::string name_;
+  std::string layer_, unit_;
   const UnitLayout* layout_ = nullptr;
   DType param_dtype_ = DType::f32;
   float loss_scale_ = 1;

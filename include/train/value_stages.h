@@ -6,8 +6,9 @@
 
 namespace qshard {
 
-// Index of the one parameter of the unit whose name ends so; anything else is a usage error.
-int find_parameter(const UnitLayout& layout, const std::string& name);
+// Index in the unit of the one parameter of the layer whose name ends so; anything else is a usage
+// error.
+int find_parameter(const UnitLayout& layout, int64_t layer, const std::string& name);
 
 class ValueStages {
  public:

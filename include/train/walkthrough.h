@@ -31,6 +31,8 @@ struct WalkthroughOptions {
   std::string trace;   // file for a Chrome trace, or ""
   // For tests: a transport with a planted error around the real one.
   std::function<std::unique_ptr<Collectives>(std::unique_ptr<Collectives>)> wrap_transport;
+
+  int64_t unit() const { return 1 + layer / fsdp.layers_per_unit; }  // that holds the layer
 };
 
 struct WalkthroughReport {

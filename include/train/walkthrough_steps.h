@@ -5,10 +5,15 @@
 
 namespace qshard {
 
-// unit: the layer that is told.
-Document describe_steps(const std::string& unit, const std::vector<RankRecord>& ranks);
+// The layer that is told, and the unit that holds it: operators have the name of their layer, the
+// transport's calls and AdamW that of the unit.
+struct Told {
+  std::string layer, unit;
+};
+
+Document describe_steps(const Told& told, const std::vector<RankRecord>& ranks);
 
 // The index in these of the step that a span belongs to, or null.
-Document step_of(const Span& span, const std::string& unit, const MeshShape& mesh);
+Document step_of(const Span& span, const Told& told, const MeshShape& mesh);
 
 }  // namespace qshard

@@ -29,7 +29,7 @@ struct Options {
   int ranks = 0, ranks_per_node = 0;
   int64_t batch = 1, seq = 1024, accumulation = 1;
   bool reshard_after_forward = true, search = false;
-  int prefetch = 1;
+  int layers_per_unit = 1, prefetch = 1;
   double memory_gb = 0, tokens = 0;
 };
 
@@ -39,6 +39,7 @@ PlanRequest request_of(const Options& o, const Hardware* hardware, const World& 
   r.fsdp.param_dtype = parse_dtype(o.param_dtype);
   r.fsdp.reduce_dtype = parse_dtype(o.reduce_dtype);
   r.fsdp.reshard_after_forward = o.reshard_after_forward;
+  r.fsdp.layers_per_unit = o.layers_per_unit;
   r.fsdp.prefetch = o.prefetch;
   r.fsdp.mesh = o.mesh;
   r.fsdp.activation_checkpoint = parse_activation_checkpoint(o.checkpoint);
@@ -124,7 +125,9 @@ void add_plan(CLI::App& app, Command& run) {
       ->check(CLI::IsMember({"none", "selective", "full"}));
   add("--mesh", o->mesh, "fsdp.mesh of `qshard train`: full, RxS or auto");
   add("--reshard-after-forward", o->reshard_after_forward, "true or false");
-  add("--prefetch", o->prefetch, "layers gathered ahead")->check(CLI::Range(0, 64));
+  add("--layers-per-unit", o->layers_per_unit, "fsdp.layers_per_unit of `qshard train`")
+      ->check(at_least_one);
+  add("--prefetch", o->prefetch, "units gathered ahead")->check(CLI::Range(0, 64));
   add("--transport", o->transport, "whose buffers are planned; auto: nccl for GPUs, else shm")
       ->check(CLI::IsMember({"auto", "shm", "mpi", "nccl", "mpi-cuda"}));
   sub->add_option("--hardware", o->hardware, "profile for times, data/hardware/*.json");

@@ -86,7 +86,11 @@ void add_verify(CLI::App& app, Command& run) {
       ->capture_default_str();
   sub->add_option("--reshard-after-backward", fsdp.reshard_after_backward, "true or false")
       ->capture_default_str();
-  sub->add_option("--prefetch", fsdp.prefetch, "layers gathered ahead")
+  sub->add_option("--layers-per-unit", fsdp.layers_per_unit,
+                  "fsdp.layers_per_unit of `qshard train`")
+      ->check(CLI::PositiveNumber)
+      ->capture_default_str();
+  sub->add_option("--prefetch", fsdp.prefetch, "units gathered ahead")
       ->check(CLI::Range(0, 64))
       ->capture_default_str();
   sub->add_option("--activation-checkpoint", options->activation_checkpoint,

@@ -194,7 +194,7 @@ function pick(index) {
     ["really copied, per rank", ofRanks(step.copied_bytes, bytes)],
     ["a rank holds before → after", ofRanks(step.held_before, bytes) + " → " +
       ofRanks(step.held_after, bytes)]];
-  if (step.unit_before) rows.push(["this layer's parameters on a rank",
+  if (step.unit_before) rows.push(["this unit's parameters on a rank",
     ofRanks(step.unit_before, bytes) + " → " + ofRanks(step.unit_after, bytes)]);
   detail.replaceChildren(element("b", {}, step.phase + " " + step.number + " · " + step.title),
     ...lines(step), ...(step.same_pass_as === null && step.calls ? [table(["", ""], rows)] : []));
@@ -354,7 +354,7 @@ function memory() {
 
 // --- shards
 function sharding() {
-  const unit = data.units[data.setting.layer + 1], places = data.setting.shards;
+  const unit = data.units[data.setting.unit], places = data.setting.shards;
   const color = r => `hsl(${Math.round(210 + 360 * (r % places) / places) % 360} 45% 42%)`;
   const rows = unit.parameters.map(p => {
     const bars = Array.from({length: replicas}, () => element("div", {class: "bar"}));
@@ -366,7 +366,7 @@ function sharding() {
         `${shape(s.shape)}, ${grouped(s.elements)} elements, ${bytes(s.bytes)}`);
       bars[s.replica].append(part);
     }
-    const name = p.name.replace("model." + unit.name + ".", "").replace(".weight", "");
+    const name = p.name.replace("model." + unit.name + ".", "").replace("model.layers.", "").replace(".weight", "");
     return element("div", {class: "param"}, element("div", {}, element("code", {}, name), " ",
       element("small", {class: "soft"}, shape(p.shape))), element("div", {}, ...bars));
   });

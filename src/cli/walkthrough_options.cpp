@@ -103,7 +103,11 @@ void add_sharding_options(CLI::App& sub, WalkthroughCommand& c) {
                   &o.fsdp.reshard_after_forward},
         {"--reshard-after-backward,--fsdp.reshard_after_backward", &o.fsdp.reshard_after_backward}})
     sub.add_option(name, *value, "true or false")->capture_default_str();
-  sub.add_option("--prefetch,--fsdp.prefetch", o.fsdp.prefetch, "layers gathered ahead")
+  sub.add_option("--layers-per-unit,--fsdp.layers_per_unit", o.fsdp.layers_per_unit,
+                 "gathered and reduced together")
+      ->check(CLI::PositiveNumber)
+      ->capture_default_str();
+  sub.add_option("--prefetch,--fsdp.prefetch", o.fsdp.prefetch, "units gathered ahead")
       ->check(CLI::Range(0, 64))
       ->capture_default_str();
   for (auto [name, value, doc] :

@@ -89,9 +89,9 @@ void print_setting(Page& page, const Document& d) {
                   text_of(s["param_dtype"]), text_of(s["reduce_dtype"])));
   page.line(fmt::format(
       "moved by transport {}, computed by backend {}; reshard after forward {}, "
-      "{} layer(s) gathered ahead in forward, {} in backward",
+      "{} layer(s) a unit, {} unit(s) gathered ahead in forward, {} in backward",
       text_of(s["transport"]), text_of(s["backend"]), text_of(s["reshard_after_forward"]),
-      n("forward_prefetch"), n("backward_prefetch")));
+      n("layers_per_unit"), n("forward_prefetch"), n("backward_prefetch")));
   if (s["replicas"] != 1)
     page.line(
         fmt::format("mesh: {} replicas of {} ranks; the ranks of a replica share one copy of "
@@ -103,7 +103,7 @@ void print_setting(Page& page, const Document& d) {
 }
 
 const Document& told_unit(const Document& d) {
-  return d["units"][d["setting"]["layer"].get<size_t>() + 1];
+  return d["units"][d["setting"]["unit"].get<size_t>()];
 }
 
 // "[128, 512]", or the first and the last shape where ranks differ.
@@ -114,7 +114,9 @@ std::string shards_text(const Document& shards) {
 
 void print_parameters(Page& page, const Document& d) {
   const Document& unit = told_unit(d);
-  const std::string name = text_of(unit["name"]), prefix = "model." + name + ".";
+  const std::string name = text_of(unit["name"]);
+  const std::string prefix =
+      d["setting"]["layers_per_unit"] == 1 ? "model." + name + "." : "model.layers.";
   page.section("Parameters of " + name + ", sharded on dimension 0");
   std::vector<Row> rows;
   for (const Document& p : unit["parameters"]) {
@@ -137,7 +139,7 @@ void print_parameters(Page& page, const Document& d) {
   page.table({"parameter", "shape", "a rank's shard", "elements a rank", "bytes"}, rows);
   page.line(
       fmt::format("The other units are sharded alike: root ({} elements: embedding, final "
-                  "norm, head) and every other layer.",
+                  "norm, head) and all other layers.",
                   grouped(d["units"][0]["elements"].get<int64_t>())));
 }
 
@@ -282,7 +284,7 @@ void print_communication(Page& page, const Document& d) {
       "whole; an all-reduce is both. Copied: what this rank's transport copied, sent, or read from "
       "other "
       "ranks' memory; rows that it reads where they lie cost nothing.");
-  const Document& unit = d["communication"]["units"][d["setting"]["layer"].get<size_t>() + 1];
+  const Document& unit = d["communication"]["units"][d["setting"]["unit"].get<size_t>()];
   const int64_t gathers = unit["gathers"][0], reduces = unit["reduces"][0],
                 sums = unit["all_reduces"][0];
   std::string sum;
@@ -294,7 +296,7 @@ void print_communication(Page& page, const Document& d) {
     sum += bytes_text(unit["all_reduce_logical_bytes"][0].get<int64_t>()) + " + ";
   const int64_t total = sum_of(unit, kLogical)[0];
   if (!sum.empty()) sum = sum.substr(0, sum.size() - 3) + " = ";
-  page.line(fmt::format("{}: {}{} ({} bytes) per rank, layer and step", text_of(unit["unit"]), sum,
+  page.line(fmt::format("{}: {}{} ({} bytes) per rank, unit and step", text_of(unit["unit"]), sum,
                         bytes_text(total), grouped(total)));
 }
 

@@ -1,7 +1,7 @@
-// The plain transport: one MPI_Iallgather per piece straight into place, and one MPI_Ialltoallw per
-// unit that brings all ranks' gradients of the own rows here, where they are summed in rank order.
-// Gathers and reductions have a communicator each, so that a reduction never waits behind a
-// prefetched gather.
+// The plain transport: one MPI_Iallgather per piece straight into place, small pieces together in
+// one MPI_Ialltoallw, and one MPI_Ialltoallw per unit that brings all ranks' gradients of the own
+// rows here, where they are summed in rank order. Gathers and reductions have a communicator each,
+// so that a reduction never waits behind a prefetched gather.
 #include <sched.h>
 
 #include <exception>
@@ -14,6 +14,12 @@
 namespace qshard {
 namespace {
 
+// Bytes of a rank's part up to which pieces, such as a layer's norms, are gathered as one message.
+// Measured with Open MPI 4.1, 4 ranks on 2 cores, a layer of 64 columns: 36 us in one message, 56
+// us as 11; three such layers 82 and 167 us. Large pieces lose by it: a layer of 512 columns on 2
+// ranks takes 1.3 ms as one message, 0.85 ms piece by piece.
+constexpr int64_t kSmallBytes = 16 << 10;
+
 class MpiCollectives final : public PrivateCollectives {
  public:
   MpiCollectives(World& world, Backend& backend, int full_buffers);
@@ -24,12 +30,16 @@ class MpiCollectives final : public PrivateCollectives {
 
  private:
   struct Unit {
-    std::vector<MPI_Request> gathers;  // [piece]
+    std::vector<int> large;                    // pieces that are gathered one by one
+    std::vector<BlockType> gather_types;       // of the others: own rows, then each rank's
+    std::vector<MPI_Datatype> gathered, rows;  // [rank] what it gets of ours, and we of it
+    std::vector<MPI_Request> gathers;
     std::vector<BlockType> send_types, part_types;
     std::vector<MPI_Datatype> sends, parts;  // [rank] its rows in a full gradient; in received()
   };
   void allocated() override;
-  void make_types(int unit);
+  void make_gather_types(int unit);
+  void make_reduce_types(int unit);
   void start_gather(int unit, int full) override;
   void wait_gather(int unit, int full) override;
   void start_reduce(int unit, int slot) override;
@@ -43,7 +53,8 @@ class MpiCollectives final : public PrivateCollectives {
   MPI_Comm gather_comm_, reduce_comm_;
   std::vector<Unit> units_;
   std::vector<MPI_Request> reductions_;  // [slot]
-  std::vector<int> counts_, zeros_;      // [rank] 1 item, 0 of this rank itself; displacements
+  std::vector<int> ones_, counts_;       // [rank] 1 item; in reductions 0 of this rank itself
+  std::vector<int> zeros_;               // [rank] displacements: they are in the types
 };
 
 MpiCollectives::MpiCollectives(World& world, Backend& backend, int full_buffers)
@@ -51,6 +62,7 @@ MpiCollectives::MpiCollectives(World& world, Backend& backend, int full_buffers)
       world_(world),
       gather_comm_(duplicate(world.comm())),
       reduce_comm_(duplicate(world.comm())),
+      ones_(ranks_, 1),
       counts_(ranks_, 1),
       zeros_(ranks_, 0) {
   counts_[rank_] = 0;
@@ -67,13 +79,38 @@ MpiCollectives::~MpiCollectives() {
 void MpiCollectives::allocated() {
   units_.resize(table().size());
   for (int u = 0; u < table().size(); ++u) {
-    units_[u].gathers.assign(table().spec(u).pieces.size(), MPI_REQUEST_NULL);
-    make_types(u);
+    make_gather_types(u);
+    make_reduce_types(u);
   }
   reductions_.assign(slot_count(), MPI_REQUEST_NULL);
 }
 
-void MpiCollectives::make_types(int unit) {
+void MpiCollectives::make_gather_types(int unit) {
+  const UnitSpec& spec = table().spec(unit);
+  Unit& u = units_[unit];
+  std::vector<Piece> small;
+  std::vector<int64_t> in_shard;
+  for (size_t p = 0; p < spec.pieces.size(); ++p) {
+    if (bytes_of(spec.pieces[p].count, spec.param_dtype) > kSmallBytes) {
+      u.large.push_back(static_cast<int>(p));
+      continue;
+    }
+    small.push_back(spec.pieces[p]);
+    in_shard.push_back(table().packed_at(unit)[p]);
+  }
+  u.gathers.assign(u.large.size() + !small.empty(), MPI_REQUEST_NULL);
+  if (small.empty()) return;
+  u.gather_types.emplace_back(in_shard, small, spec.param_dtype);
+  for (int r = 0; r < ranks_; ++r) {
+    std::vector<int64_t> in_full;
+    for (const Piece& piece : small) in_full.push_back(piece.offset + r * piece.count);
+    u.gather_types.emplace_back(in_full, small, spec.param_dtype);
+    u.gathered.push_back(u.gather_types.front().get());
+    u.rows.push_back(u.gather_types.back().get());
+  }
+}
+
+void MpiCollectives::make_reduce_types(int unit) {
   const UnitSpec& spec = table().spec(unit);
   Unit& u = units_[unit];
   for (int r = 0; r < ranks_; ++r) {
@@ -89,11 +126,17 @@ void MpiCollectives::make_types(int unit) {
 void MpiCollectives::start_gather(int unit, int full) {
   const UnitSpec& spec = table().spec(unit);
   const MPI_Datatype type = mpi_type(spec.param_dtype);
-  for (size_t p = 0; p < spec.pieces.size(); ++p) {
-    const int piece = static_cast<int>(p), count = static_cast<int>(spec.pieces[p].count);
+  Unit& u = units_[unit];
+  MPI_Request* request = u.gathers.data();
+  for (const int piece : u.large) {
+    const int count = static_cast<int>(spec.pieces[piece].count);
     QS_MPI(MPI_Iallgather(shard_rows(unit, piece), count, type, full_rows(unit, full, piece), count,
-                          type, gather_comm_, &units_[unit].gathers[p]));
+                          type, gather_comm_, request++));
   }
+  if (!u.gather_types.empty())
+    QS_MPI(MPI_Ialltoallw(shard_data(unit), ones_.data(), zeros_.data(), u.gathered.data(),
+                          full_data(full), ones_.data(), zeros_.data(), u.rows.data(), gather_comm_,
+                          request));
 }
 
 // MPI's own waits spin; with more ranks than CPUs the rank that is waited for needs this core.

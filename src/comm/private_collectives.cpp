@@ -73,6 +73,12 @@ std::vector<Tensor> PrivateCollectives::reduce_buffers() const {
   return buffers;
 }
 
+char* PrivateCollectives::shard_data(int unit) const {
+  return at(units_[unit].shard, 0, DType::u8);
+}
+
+char* PrivateCollectives::full_data(int full) const { return at(full_[full], 0, DType::u8); }
+
 char* PrivateCollectives::shard_rows(int unit, int piece) const {
   return at(units_[unit].shard, table_.packed_at(unit)[piece], table_.spec(unit).param_dtype);
 }

@@ -2,48 +2,48 @@
 
 namespace qshard {
 
-Prefetch::Prefetch(Unit& root, std::vector<Unit*> layers, const FsdpOptions& options)
-    : root_(root), layers_(std::move(layers)), options_(options) {}
+Prefetch::Prefetch(Unit& root, std::vector<Unit*> units, const FsdpOptions& options)
+    : root_(root), units_(std::move(units)), options_(options) {}
 
 void Prefetch::begin_forward() {
   root_.gather();
-  const int ahead = std::min(options_.forward_depth(), static_cast<int>(layers_.size()));
-  for (int l = 0; l < ahead; ++l) layers_[l]->gather();
+  const int ahead = std::min(options_.forward_depth(), static_cast<int>(units_.size()));
+  for (int u = 0; u < ahead; ++u) units_[u]->gather();
   root_.wait();
 }
 
-void Prefetch::enter_forward(int l) {
-  layers_[l]->wait();
-  const int end = std::min(l + options_.forward_depth() + 1, static_cast<int>(layers_.size()));
-  for (int next = l + 1; next < end; ++next) layers_[next]->gather();
+void Prefetch::enter_forward(int u) {
+  units_[u]->wait();
+  const int end = std::min(u + options_.forward_depth() + 1, static_cast<int>(units_.size()));
+  for (int next = u + 1; next < end; ++next) units_[next]->gather();
 }
 
-void Prefetch::leave_forward(int l, bool backward_follows) {
+void Prefetch::leave_forward(int u, bool backward_follows) {
   if (!backward_follows)
-    layers_[l]->reshard();
+    units_[u]->reshard();
   else if (options_.reshards_to_group())
-    layers_[l]->reshard_to_group();
+    units_[u]->reshard_to_group();
   else if (options_.reshard_after_forward)
-    layers_[l]->reshard();
+    units_[u]->reshard();
 }
 
 void Prefetch::begin_backward(MicroBatch micro) {
   micro_ = micro;
-  const int last = static_cast<int>(layers_.size()) - 1;
-  for (int l = last; l >= 0 && l > last - options_.backward_depth(); --l) layers_[l]->gather();
+  const int last = static_cast<int>(units_.size()) - 1;
+  for (int u = last; u >= 0 && u > last - options_.backward_depth(); --u) units_[u]->gather();
   root_.begin_grad();
 }
 
-void Prefetch::enter_backward(int l) {
-  layers_[l]->wait();
-  for (int next = l - 1; next >= 0 && next >= l - options_.backward_depth(); --next)
-    layers_[next]->gather();
-  layers_[l]->begin_grad();
+void Prefetch::enter_backward(int u) {
+  units_[u]->wait();
+  for (int next = u - 1; next >= 0 && next >= u - options_.backward_depth(); --next)
+    units_[next]->gather();
+  units_[u]->begin_grad();
 }
 
-void Prefetch::leave_backward(int l) {
-  reshard_after_backward(*layers_[l]);
-  reduce(*layers_[l]);
+void Prefetch::leave_backward(int u) {
+  reshard_after_backward(*units_[u]);
+  reduce(*units_[u]);
 }
 
 void Prefetch::end_backward() {
@@ -58,7 +58,7 @@ void Prefetch::reshard_after_backward(Unit& unit) {
   if (options_.reshard_after_backward || micro_.last) unit.reshard();
 }
 
-// Starts this unit's reduction, then goes on with earlier ones: their peers had one layer's time.
+// Starts this unit's reduction, then goes on with earlier ones: their peers had one unit's time.
 void Prefetch::reduce(Unit& unit) {
   if (!reduces()) return unit.keep_grad();
   unit.reduce();

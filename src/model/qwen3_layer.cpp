@@ -11,21 +11,21 @@ namespace {
 // y [N, Σ rows] has a column range for each weight.
 struct LinearGroup {
   Ops& ops;
-  const Unit& unit;
+  const LayerWeights& layer;
   std::vector<int> params;
 
   std::vector<Tensor> weights() const {
-    return merged([&](int i) { return unit.param(i); });
+    return merged([&](int i) { return layer.param(i); });
   }
   std::vector<Tensor> gradients() const {
-    return merged([&](int i) { return unit.grad(i); });
+    return merged([&](int i) { return layer.grad(i); });
   }
 
   void forward(Tensor x, Tensor y) const {
     each(weights(), y, [&](Tensor w, Tensor part, bool) { ops.linear(x, w, part); });
   }
   void backward(Tensor dy, Tensor x, Tensor dx) const {
-    const bool accumulate = unit.grad_accumulates();
+    const bool accumulate = layer.grad_accumulates();
     each(gradients(), dy,
          [&](Tensor dw, Tensor part, bool) { ops.linear_wgrad(part, x, dw, accumulate); });
     each(weights(), dy,
@@ -122,25 +122,25 @@ namespace {
 struct LayerForward {
   Ops& ops;
   const LayerShape& s;
-  const Unit& unit;
+  const LayerWeights& layer;
   LayerActivations& a;
   LayerWorkspace& w;
   const char* phase;
   int64_t HD = s.H * s.D, KD = s.K * s.D;
 
-  void step(const char* name) const { ops.mark(unit.name(), phase, name); }
+  void step(const char* name) const { ops.mark(layer.name, phase, name); }
 
   void input_norm() const {
     step("1 input RMSNorm");
-    ops.rms_norm(a.x, unit.param(kInputNorm), s.eps, a.normed1, a.rstd1);  // [N,C]
+    ops.rms_norm(a.x, layer.param(kInputNorm), s.eps, a.normed1, a.rstd1);  // [N,C]
   }
   void qkv() const {
     step("2 q/k/v");
-    LinearGroup{ops, unit, {kQProj, kKProj, kVProj}}.forward(a.normed1, a.qkv);  // [N,(H+2K)D]
+    LinearGroup{ops, layer, {kQProj, kKProj, kVProj}}.forward(a.normed1, a.qkv);  // [N,(H+2K)D]
   }
   void attention() const {
     step("3+4 q-norm, k-norm, RoPE");
-    ops.qk_norm_rope(a.qkv.col_range(0, HD + KD), unit.param(kQNorm), unit.param(kKNorm), w.rope,
+    ops.qk_norm_rope(a.qkv.col_range(0, HD + KD), layer.param(kQNorm), layer.param(kKNorm), w.rope,
                      s.eps, s.attention(), a.qk, a.rstd_qk);  // [N,(H+K)D]
     step("5 attention");
     ops.attention(a.qk.col_range(0, HD), a.qk.col_range(HD, HD + KD),
@@ -148,36 +148,36 @@ struct LayerForward {
   }
   void output() const {
     step("6 o_proj");
-    ops.linear(a.att, unit.param(kOProj), w.delta);  // [N,C]
+    ops.linear(a.att, layer.param(kOProj), w.delta);  // [N,C]
     step("7+8 residual, RMSNorm");
-    ops.add_rms_norm(a.x, w.delta, unit.param(kPostNorm), s.eps, a.mid, a.normed2, a.rstd2);
+    ops.add_rms_norm(a.x, w.delta, layer.param(kPostNorm), s.eps, a.mid, a.normed2, a.rstd2);
   }
   void gate_up() const {
     step("9 SwiGLU MLP");
-    LinearGroup{ops, unit, {kGateProj, kUpProj}}.forward(a.normed2, a.gate_up);  // [N,2F]
+    LinearGroup{ops, layer, {kGateProj, kUpProj}}.forward(a.normed2, a.gate_up);  // [N,2F]
   }
   void swiglu() const { ops.swiglu(a.gate_up, a.act); }  // [N,F]
 };
 
 }  // namespace
 
-void layer_forward(Ops& ops, const LayerShape& s, const Unit& unit, LayerActivations& a,
+void layer_forward(Ops& ops, const LayerShape& s, const LayerWeights& layer, LayerActivations& a,
                    LayerWorkspace& w, Tensor out) {
-  const LayerForward f{ops, s, unit, a, w, "forward"};
+  const LayerForward f{ops, s, layer, a, w, "forward"};
   f.input_norm();
   f.qkv();
   f.attention();
   f.output();
   f.gate_up();
   f.swiglu();
-  ops.linear(a.act, unit.param(kDownProj), w.delta);  // [N,C]
+  ops.linear(a.act, layer.param(kDownProj), w.delta);  // [N,C]
   f.step("10 residual");
   ops.add(a.mid, w.delta, out);
 }
 
-void layer_recompute(Ops& ops, const LayerShape& s, const Unit& unit, LayerActivations& a,
+void layer_recompute(Ops& ops, const LayerShape& s, const LayerWeights& layer, LayerActivations& a,
                      LayerWorkspace& w, ActivationCheckpoint mode) {
-  const LayerForward f{ops, s, unit, a, w, "recompute"};
+  const LayerForward f{ops, s, layer, a, w, "recompute"};
   const bool products = mode == ActivationCheckpoint::full;
   f.input_norm();
   if (products) f.qkv();
@@ -187,33 +187,33 @@ void layer_recompute(Ops& ops, const LayerShape& s, const Unit& unit, LayerActiv
     f.gate_up();
   } else {
     f.step("8 RMSNorm");
-    ops.rms_norm(a.mid, unit.param(kPostNorm), s.eps, a.normed2, a.rstd2);
+    ops.rms_norm(a.mid, layer.param(kPostNorm), s.eps, a.normed2, a.rstd2);
     f.step("9 SwiGLU MLP");
   }
   f.swiglu();
 }
 
-void layer_backward(Ops& ops, const LayerShape& s, const Unit& unit, LayerActivations& a,
+void layer_backward(Ops& ops, const LayerShape& s, const LayerWeights& layer, LayerActivations& a,
                     LayerWorkspace& w, Tensor d_res, Tensor d_res_p) {
   const int64_t HD = s.H * s.D, KD = s.K * s.D;
   const Tensor& qkv = a.qkv;
   const Tensor& qk = a.qk;
   const Tensor& d_qkv = w.d_qkv;
-  const bool accumulate = unit.grad_accumulates();
+  const bool accumulate = layer.grad_accumulates();
   const Tensor d_res_copy = d_res_p.data == d_res.data ? Tensor() : d_res_p;
-  auto step = [&](const char* name) { ops.mark(unit.name(), "backward", name); };
+  auto step = [&](const char* name) { ops.mark(layer.name, "backward", name); };
 
   // MLP
   step("9 SwiGLU MLP");
-  LinearGroup{ops, unit, {kDownProj}}.backward(d_res_p, a.act, w.d_act);
+  LinearGroup{ops, layer, {kDownProj}}.backward(d_res_p, a.act, w.d_act);
   ops.swiglu_grad(w.d_act, a.gate_up, a.gate_up);
-  LinearGroup{ops, unit, {kGateProj, kUpProj}}.backward(a.gate_up, a.normed2, w.d_norm);
+  LinearGroup{ops, layer, {kGateProj, kUpProj}}.backward(a.gate_up, a.normed2, w.d_norm);
   step("8+7 RMSNorm, residual");
-  ops.rms_norm_grad(w.d_norm, a.mid, unit.param(kPostNorm), a.rstd2, d_res, d_res_copy,
-                    unit.grad(kPostNorm), accumulate);
+  ops.rms_norm_grad(w.d_norm, a.mid, layer.param(kPostNorm), a.rstd2, d_res, d_res_copy,
+                    layer.grad(kPostNorm), accumulate);
   // Attention
   step("6 o_proj");
-  LinearGroup{ops, unit, {kOProj}}.backward(d_res_p, a.att, w.d_att);
+  LinearGroup{ops, layer, {kOProj}}.backward(d_res_p, a.att, w.d_att);
   step("5 attention");
   ops.attention_grad(qk.col_range(0, HD), qk.col_range(HD, HD + KD),
                      qkv.col_range(HD + KD, HD + 2 * KD), a.att, w.d_att, a.lse, s.attention(),
@@ -221,14 +221,14 @@ void layer_backward(Ops& ops, const LayerShape& s, const Unit& unit, LayerActiva
                      d_qkv.col_range(HD + KD, HD + 2 * KD));
   step("4+3 RoPE, q-norm, k-norm");
   const Tensor d_qk = d_qkv.col_range(0, HD + KD);
-  ops.qk_norm_rope_grad(d_qk, qkv.col_range(0, HD + KD), unit.param(kQNorm), unit.param(kKNorm),
-                        w.rope, a.rstd_qk, s.attention(), d_qk, unit.grad(kQNorm),
-                        unit.grad(kKNorm), accumulate);
+  ops.qk_norm_rope_grad(d_qk, qkv.col_range(0, HD + KD), layer.param(kQNorm), layer.param(kKNorm),
+                        w.rope, a.rstd_qk, s.attention(), d_qk, layer.grad(kQNorm),
+                        layer.grad(kKNorm), accumulate);
   step("2 q/k/v");
-  LinearGroup{ops, unit, {kQProj, kKProj, kVProj}}.backward(d_qkv, a.normed1, w.d_norm);
+  LinearGroup{ops, layer, {kQProj, kKProj, kVProj}}.backward(d_qkv, a.normed1, w.d_norm);
   step("1 input RMSNorm, residual");
-  ops.rms_norm_grad(w.d_norm, a.x, unit.param(kInputNorm), a.rstd1, d_res, d_res_copy,
-                    unit.grad(kInputNorm), accumulate);
+  ops.rms_norm_grad(w.d_norm, a.x, layer.param(kInputNorm), a.rstd1, d_res, d_res_copy,
+                    layer.grad(kInputNorm), accumulate);
 }
 
 }  // namespace qshard

@@ -22,31 +22,20 @@ Qwen3Model::Qwen3Model(const Qwen3Config& config, const FsdpOptions& fsdp, int64
     : config_(config),
       param_dtype_(fsdp.param_dtype),
       checkpoint_(fsdp.activation_checkpoint),
+      layers_per_unit_(fsdp.layers_per_unit),
       shape_(config, B, T),
       backend_(backend),
       ops_(*backend.ops),
       head_chunk_(even_chunk(shape_.N, config.vocab_size)) {
   FsdpOptions options = fsdp;
   options.reshard_ranks = sharding.mesh->shape().group;  // none where it would be all shards
-  const bool own_grad = !options.reduce_every_microbatch;
-  root_ =
-      std::make_unique<Unit>("root", root_params(config), true, true, options, sharding, backend);
-  std::vector<Unit*> order;
-  for (int64_t l = 0; l < config.num_hidden_layers; ++l) {
-    layers_.push_back(std::make_unique<Unit>(fmt::format("layers.{}", l), layer_params(config, l),
-                                             options.keeps_layers(), own_grad, options, sharding,
-                                             backend));
-    order.push_back(layers_.back().get());
-  }
-  sharding.finish_setup();
-  for (int i = 0; i < num_units(); ++i) unit(i).attach();
-  prefetch_ = std::make_unique<Prefetch>(*root_, order, options);
+  make_units(options, sharding);
 
   Device& device = *backend.device;
   const LayerShape& s = shape_;
   activations_.reserve(layers_.size());
-  for (const auto& layer : layers_)
-    activations_.emplace_back(s, param_dtype_, device, layer->name(), checkpoint_,
+  for (const LayerWeights& layer : layers_)
+    activations_.emplace_back(s, param_dtype_, device, layer.name, checkpoint_,
                               activations_.empty() ? nullptr : &activations_.front());
   workspace_ = std::make_unique<LayerWorkspace>(s, param_dtype_, config.rope_theta, device);
   auto allocate = [&](DType dtype, Shape shape, Segment segment, const char* what) {
@@ -62,6 +51,30 @@ Qwen3Model::Qwen3Model(const Qwen3Config& config, const FsdpOptions& fsdp, int64
   d_res_ = allocate(DType::f32, {s.N, s.C}, Segment::workspace, "d_res");
   if (param_dtype_ != DType::f32)
     d_res_p_ = allocate(param_dtype_, {s.N, s.C}, Segment::workspace, "d_res_p");
+}
+
+void Qwen3Model::make_units(const FsdpOptions& options, Sharding& sharding) {
+  const int64_t L = config_.num_hidden_layers, k = options.layers_per_unit;
+  if (k < 1 || k > std::max<int64_t>(L, 1))
+    throw AgreedError(
+        fmt::format("fsdp.layers_per_unit {}: expected 1 to {}, the model's layers", k, L),
+        kExitUsage);
+  root_ =
+      std::make_unique<Unit>("root", root_params(config_), true, true, options, sharding, backend_);
+  std::vector<Unit*> order;
+  for (int64_t first = 0; first < L; first += k) {
+    const int64_t end = std::min(first + k, L);
+    units_.push_back(std::make_unique<Unit>(
+        layers_name(first, end), layers_params(config_, first, end), options.keeps_layers(),
+        !options.reduce_every_microbatch, options, sharding, backend_));
+    order.push_back(units_.back().get());
+    for (int64_t l = first; l < end; ++l)
+      layers_.push_back(
+          {layers_name(l, l + 1), *order.back(), static_cast<int>(l - first) * kLayerParams});
+  }
+  sharding.finish_setup();
+  for (int i = 0; i < num_units(); ++i) unit(i).attach();
+  prefetch_ = std::make_unique<Prefetch>(*root_, order, options);
 }
 
 void Qwen3Model::init_parameters(uint64_t seed) {
@@ -108,11 +121,12 @@ void Qwen3Model::run_forward(TokenBatch batch, bool backward_follows) {
   copy_in(batch);
   prefetch_->begin_forward();
   ops_.embedding(ids_, root_->param(kEmbedTokens), L ? activations_[0].x : final_);
-  for (int l = 0; l < L; ++l) {
-    prefetch_->enter_forward(l);
-    layer_forward(ops_, shape_, *layers_[l], activations_[l], *workspace_,
-                  l + 1 < L ? activations_[l + 1].x : final_);
-    prefetch_->leave_forward(l, backward_follows);
+  for (int u = 0; u + 1 < num_units(); ++u) {
+    prefetch_->enter_forward(u);
+    for (int l = u * layers_per_unit_; l < layers_end(u); ++l)
+      layer_forward(ops_, shape_, layers_[l], activations_[l], *workspace_,
+                    l + 1 < L ? activations_[l + 1].x : final_);
+    prefetch_->leave_forward(u, backward_follows);
   }
   ops_.mark(root_->name(), "forward", "final RMSNorm");
   ops_.rms_norm(final_, root_->param(kFinalNorm), shape_.eps, final_normed_, final_rstd_);
@@ -133,12 +147,14 @@ void Qwen3Model::forward_backward(TokenBatch batch, float weight, MicroBatch mic
                      d_res_p.data == d_res.data ? Tensor() : d_res_p, root_->grad(kFinalNorm),
                      accumulate);
   const int last = static_cast<int>(layers_.size()) - 1;
-  for (int l = last; l >= 0; --l) {
-    prefetch_->enter_backward(l);
-    if (checkpoint_ != ActivationCheckpoint::none && l < last)
-      layer_recompute(ops_, shape_, *layers_[l], activations_[l], *workspace_, checkpoint_);
-    layer_backward(ops_, shape_, *layers_[l], activations_[l], *workspace_, d_res, d_res_p);
-    prefetch_->leave_backward(l);
+  for (int u = num_units() - 2; u >= 0; --u) {
+    prefetch_->enter_backward(u);
+    for (int l = layers_end(u) - 1; l >= u * layers_per_unit_; --l) {
+      if (checkpoint_ != ActivationCheckpoint::none && l < last)
+        layer_recompute(ops_, shape_, layers_[l], activations_[l], *workspace_, checkpoint_);
+      layer_backward(ops_, shape_, layers_[l], activations_[l], *workspace_, d_res, d_res_p);
+    }
+    prefetch_->leave_backward(u);
   }
   ops_.mark(root_->name(), "backward", "embedding");
   const Tensor d_embed = root_->grad(kEmbedTokens);

@@ -4,6 +4,11 @@
 
 namespace qshard {
 
+std::string layers_name(int64_t first, int64_t end) {
+  return end == first + 1 ? fmt::format("layers.{}", first)
+                          : fmt::format("layers.{}-{}", first, end - 1);
+}
+
 std::vector<ParamSpec> layer_params(const Qwen3Config& c, int64_t layer) {
   const std::string prefix = fmt::format("model.layers.{}.", layer);
   const int64_t C = c.hidden_size, F = c.intermediate_size, D = c.head_dim;
@@ -31,10 +36,16 @@ std::vector<ParamSpec> root_params(const Qwen3Config& c) {
   return params;
 }
 
+std::vector<ParamSpec> layers_params(const Qwen3Config& c, int64_t first, int64_t end) {
+  std::vector<ParamSpec> params;
+  for (int64_t l = first; l < end; ++l)
+    for (ParamSpec& p : layer_params(c, l)) params.push_back(std::move(p));
+  return params;
+}
+
 std::vector<ParamSpec> all_params(const Qwen3Config& c) {
   std::vector<ParamSpec> params = root_params(c);
-  for (int64_t l = 0; l < c.num_hidden_layers; ++l)
-    for (ParamSpec& p : layer_params(c, l)) params.push_back(std::move(p));
+  for (ParamSpec& p : layers_params(c, 0, c.num_hidden_layers)) params.push_back(std::move(p));
   return params;
 }
 

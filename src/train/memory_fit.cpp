@@ -16,11 +16,12 @@ int64_t needed(const PlanRequest& request, int64_t others) {
   return plan_step(request).total() + others;
 }
 
-// The options of the first change that fits: more activation checkpointing, then smaller
-// micro-batches, then more ranks; or an empty text.
+// The options of the first change that fits: one layer a unit, more activation checkpointing, then
+// smaller micro-batches, then more ranks; or an empty text.
 std::string nearest_fit(PlanRequest request, int64_t others, int64_t budget) {
   const ActivationCheckpoint given = request.fsdp.activation_checkpoint;
   const PlanRequest first = request;
+  request.fsdp.layers_per_unit = 1;
   auto attempt = [&]() -> std::string {
     for (const ActivationCheckpoint mode : kModes) {
       if (mode < given) continue;
@@ -28,6 +29,7 @@ std::string nearest_fit(PlanRequest request, int64_t others, int64_t budget) {
       const int64_t bytes = needed(request, others);
       if (bytes > budget) continue;
       std::string text;
+      if (first.fsdp.layers_per_unit > 1) text += "--fsdp.layers_per_unit 1 ";
       if (mode != given)
         text += fmt::format("--train.activation_checkpoint {} ", activation_checkpoint_name(mode));
       if (request.B != first.B) text += fmt::format("--train.micro_batch {} ", request.B);

@@ -24,6 +24,7 @@ Json setting_of(const PlanRequest& r) {
           {"reduce_dtype", dtype_name(f.reduce_dtype)},
           {"mesh", f.mesh},
           {"reshard_after_forward", f.reshard_after_forward},
+          {"layers_per_unit", f.layers_per_unit},
           {"prefetch", f.prefetch},
           {"activation_checkpoint", activation_checkpoint_name(f.activation_checkpoint)}};
 }
@@ -123,13 +124,15 @@ std::string plan_text(const Json& report) {
       "model     {} parameters, {} layers\n"
       "setting   {} ranks, {} a node, {}; {} × {} tokens a rank and micro-batch, {} micro-batches: "
       "{} tokens a step\n"
-      "          parameters {}, gradients reduced as {}, activation checkpointing {}\n\n"
+      "          parameters {}, gradients reduced as {}, activation checkpointing {}; {} layer(s) "
+      "a unit\n\n"
       "memory            a rank      a node\n",
       s["parameters"].get<int64_t>(), s["layers"].get<int64_t>(), s["ranks"].get<int>(),
       s["ranks_per_node"].get<int>(), s["transport"].get<std::string>(), s["batch"].get<int64_t>(),
       s["seq"].get<int64_t>(), s["accumulation"].get<int64_t>(),
       s["tokens_per_step"].get<int64_t>(), s["param_dtype"].get<std::string>(),
-      s["reduce_dtype"].get<std::string>(), s["activation_checkpoint"].get<std::string>());
+      s["reduce_dtype"].get<std::string>(), s["activation_checkpoint"].get<std::string>(),
+      s["layers_per_unit"].get<int>());
   for (const auto& [segment, bytes] : m.items())
     if (segment != "node_total")
       text += fmt::format("  {:<14}{:>10}{:>12}\n", segment, bytes_text(bytes),

@@ -21,11 +21,12 @@ std::vector<float> host_values(Device& device, const Tensor& t) {
   return values;
 }
 
-void StepRecorder::start(const std::string& name, const UnitLayout& layout, DType param_dtype,
-                         double loss_scale) {
+void StepRecorder::start(const std::string& layer, const std::string& unit,
+                         const UnitLayout& layout, DType param_dtype, double loss_scale) {
   loss_scale_ = static_cast<float>(loss_scale);
   param_dtype_ = param_dtype;
-  name_ = name;
+  layer_ = layer;
+  unit_ = unit;
   layout_ = &layout;
   tensors_.clear();
   parameters_.clear();
@@ -49,7 +50,7 @@ static void append_columns(Recorded& to, const Recorded& part) {
 }
 
 void StepRecorder::after(const Span& span, std::span<const OpTensor> tensors) {
-  if (!layout_ || span.unit != name_ || span.phase != "forward" || span.micro_batch != 0) return;
+  if (!layout_ || span.unit != layer_ || span.phase != "forward" || span.micro_batch != 0) return;
   for (const OpTensor& t : tensors) {
     if (t.role == std::string_view("weight")) continue;
     const std::string key = span.step + "/" + span.name + "/" + t.name;
@@ -62,7 +63,7 @@ void StepRecorder::after(const Span& span, std::span<const OpTensor> tensors) {
 }
 
 void StepRecorder::gathered(const std::string& unit, const void* full) {
-  if (!layout_ || unit != name_ || !parameters_.empty()) return;
+  if (!layout_ || unit != unit_ || !parameters_.empty()) return;
   for (int i = 0; i < layout_->size(); ++i) {
     const Shape& shape = layout_->params()[i].shape;
     const auto* from = static_cast<const char*>(full) +
@@ -73,7 +74,7 @@ void StepRecorder::gathered(const std::string& unit, const void* full) {
 }
 
 void StepRecorder::before_reduce(const std::string& unit, const float* gradient) {
-  if (!layout_ || unit != name_) return;
+  if (!layout_ || unit != unit_) return;
   gradients_.resize(layout_->size());
   magnitudes_.resize(layout_->size());
   for (int i = 0; i < layout_->size(); ++i) {
@@ -91,7 +92,7 @@ void StepRecorder::before_reduce(const std::string& unit, const float* gradient)
 
 const Recorded& StepRecorder::tensor(const std::string& key) const {
   const auto found = tensors_.find(key);
-  QS_CHECK(found != tensors_.end(), "no operator of {} left {}", name_, key);
+  QS_CHECK(found != tensors_.end(), "no operator of {} left {}", layer_, key);
   return found->second;
 }
 

@@ -153,20 +153,26 @@ void TrainConfig::describe(OptionTable& t) {
       .at_least(0);
   t.add("fsdp.reshard_after_backward", fsdp.reshard_after_backward,
         "false: keep layers gathered from one micro-batch's backward to the next one's forward");
-  t.add("fsdp.prefetch", fsdp.prefetch, "layers gathered ahead; each needs memory for one layer")
+  t.add("fsdp.layers_per_unit", fsdp.layers_per_unit,
+        "successive layers gathered, freed and reduced together: fewer, larger transfers, which "
+        "pays where layers are small and latency is high; full parameters and gradients take as "
+        "many times the memory. The results are the same bits")
+      .at_least(1)
+      .unit("layers");
+  t.add("fsdp.prefetch", fsdp.prefetch, "units gathered ahead; each needs memory for one unit")
       .at_least(0)
       .at_most(64)
-      .unit("layers");
+      .unit("units");
   t.add("fsdp.forward_prefetch", fsdp.forward_prefetch,
         "the same in forward alone; -1: as fsdp.prefetch")
       .at_least(-1)
       .at_most(64)
-      .unit("layers");
+      .unit("units");
   t.add("fsdp.backward_prefetch", fsdp.backward_prefetch,
         "the same in backward alone; -1: as fsdp.prefetch")
       .at_least(-1)
       .at_most(64)
-      .unit("layers");
+      .unit("units");
   t.add("fsdp.reduce_every_microbatch", fsdp.reduce_every_microbatch,
         "false: keep full gradients and reduce-scatter at a step's last micro-batch only");
   t.add("fsdp.gradient_divide_factor", fsdp.gradient_divide_factor,
@@ -303,6 +309,7 @@ ConfigChanges compare_runs(const nlohmann::json& saved, const nlohmann::json& no
                                                    "/data/val",
                                                    "/fsdp/mesh",
                                                    "/fsdp/reshard_",
+                                                   "/fsdp/layers_per_unit",
                                                    "/fsdp/prefetch",
                                                    "/fsdp/forward_prefetch",
                                                    "/fsdp/backward_prefetch",

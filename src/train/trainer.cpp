@@ -373,6 +373,9 @@ void Trainer::print_sharding() const {
   say("mesh        {} of fsdp.mesh {}{}: {} replica(s), a rank holds 1/{} of each parameter",
       mesh.str(), fsdp.mesh, mesh.why.empty() ? "" : fmt::format(" ({})", mesh.why), mesh.replicas,
       mesh.shards);
+  if (fsdp.layers_per_unit > 1)
+    say("units       {} of {} layers each, the last may have fewer",
+        engine_->model().num_units() - 1, fsdp.layers_per_unit);
   say("transport   {}", engine_->collectives().name());
   if (mesh.replicas > 1)
     say("replicas    gradients are added up once a step over {}",

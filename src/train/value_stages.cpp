@@ -7,15 +7,18 @@ constexpr int64_t kShown = 3;  // rows and columns at each end
 
 }  // namespace
 
-int find_parameter(const UnitLayout& layout, const std::string& name) {
+int find_parameter(const UnitLayout& layout, int64_t layer, const std::string& name) {
+  const std::string prefix = fmt::format("model.layers.{}.", layer);
   int found = -1;
   std::vector<std::string> known;
   for (int i = 0; i < layout.size(); ++i) {
+    if (!layout.params()[i].name.starts_with(prefix)) continue;
     known.push_back(layout.params()[i].name);
     const bool whole = known.back() == name || known.back().ends_with("." + name) ||
                        known.back().ends_with("." + name + ".weight");
     if (!whole) continue;
-    if (found >= 0) fail_usage("--tensor {} could be {} or {}", name, known[found], known[i]);
+    if (found >= 0)
+      fail_usage("--tensor {} could be {} or {}", name, layout.params()[found].name, known.back());
     found = i;
   }
   if (found < 0) fail_usage("--tensor {}: expected one of {}", name, fmt::join(known, ", "));

@@ -3,6 +3,7 @@
 #include <optional>
 
 #include "backends.h"
+#include "model/qwen3_params.h"
 #include "train/export.h"
 #include "train/metrics.h"
 #include "train/reference_case.h"
@@ -92,7 +93,7 @@ class Walk {
   }
 
  private:
-  int unit_id() const { return static_cast<int>(o_.layer) + 1; }
+  int unit_id() const { return static_cast<int>(o_.unit()); }
 
   void take_step() {
     const TracedBackend traced(backend_, trace_, &recorder_);
@@ -106,7 +107,7 @@ class Walk {
     Unit& unit = engine.model().unit(unit_id());
     int watched = -1;
     collectively(world_, [&] {
-      if (!o_.tensor.empty()) watched = find_parameter(unit.layout(), o_.tensor);
+      if (!o_.tensor.empty()) watched = find_parameter(unit.layout(), o_.layer, o_.tensor);
     });
     record_.mesh = engine.mesh().shape();
     record_.replica = engine.mesh().replica();
@@ -115,7 +116,8 @@ class Walk {
     trace_.record(false);
     warm_up(engine, *backend_.device, tokens_.batches);
     trace_.record(true);
-    recorder_.start(unit.name(), unit.layout(), o_.fsdp.param_dtype, engine.applied_loss_scale());
+    recorder_.start(layers_name(o_.layer, o_.layer + 1), unit.name(), unit.layout(),
+                    o_.fsdp.param_dtype, engine.applied_loss_scale());
     record_.units = record_units(engine);
     record_.memory = record_memory(*backend_.device);
 

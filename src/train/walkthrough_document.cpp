@@ -1,5 +1,6 @@
 #include "train/walkthrough_document.h"
 
+#include "model/qwen3_params.h"
 #include "train/walkthrough_steps.h"
 
 namespace qshard {
@@ -28,13 +29,15 @@ Document setting(const WalkthroughOptions& o, const std::vector<RankRecord>& ran
           {"reduce_dtype", dtype_name(o.fsdp.reduce_dtype)},
           {"reshard_after_forward", o.fsdp.reshard_after_forward},
           {"reshard_after_backward", o.fsdp.reshard_after_backward},
+          {"layers_per_unit", o.fsdp.layers_per_unit},
           {"forward_prefetch", o.fsdp.forward_depth()},
           {"backward_prefetch", o.fsdp.backward_depth()},
           {"reduce_every_microbatch", o.fsdp.reduce_every_microbatch},
           {"backend", o.backend},
           {"transport", o.transport},
           {"seed", o.seed},
-          {"layer", o.layer}};
+          {"layer", o.layer},
+          {"unit", o.unit()}};
 }
 
 Document describe_unit(size_t u, const WalkthroughOptions& o,
@@ -140,11 +143,13 @@ Document communication(const std::vector<RankRecord>& ranks) {
 }
 
 // What happens between the last operator of a layer and the first of what follows, on rank 0; and
-// how far ahead the next layer's gather began.
-Document transition(const WalkthroughOptions& o, const std::vector<Span>& spans) {
-  const std::string from = fmt::format("layers.{}", o.layer);
+// how far ahead the next layer's gather began, where it is of another unit.
+Document transition(const WalkthroughOptions& o, const std::vector<UnitRecord>& units,
+                    const std::vector<Span>& spans) {
+  const std::string from = layers_name(o.layer, o.layer + 1);
   const bool last = o.layer + 1 == o.config.num_hidden_layers;
-  const std::string to = last ? "root" : fmt::format("layers.{}", o.layer + 1);
+  const std::string to = last ? "root" : layers_name(o.layer + 1, o.layer + 2);
+  const bool gathers = !last && (o.layer + 1) % o.fsdp.layers_per_unit == 0;
   auto computes = [](const Span& s, const std::string& unit, const char* step) {
     return !is_transport(s) && s.lane == Lane::compute && s.micro_batch == 0 &&
            s.phase == "forward" && s.unit == unit && (!*step || s.step == step);
@@ -154,7 +159,8 @@ Document transition(const WalkthroughOptions& o, const std::vector<Span>& spans)
     if (!first && computes(s, from, "")) first = &s;
     if (!out && computes(s, from, "10 residual")) out = &s;
     if (out && !next && computes(s, to, "")) next = &s;
-    if (!last && !started && s.unit == to && s.name == "all-gather start") started = &s;
+    if (gathers && !started && s.unit == units[o.unit() + 1].name && s.name == "all-gather start")
+      started = &s;
   }
   Document doc = {
       {"from", from}, {"to", to}, {"output", Document()}, {"events", Document::array()}};
@@ -175,11 +181,11 @@ Document transition(const WalkthroughOptions& o, const std::vector<Span>& spans)
 }
 
 // Every span, with the step that it belongs to and the ranks that it moves between.
-Document timeline(const RankRecord& rank, const std::string& unit) {
+Document timeline(const RankRecord& rank, const Told& told_layer) {
   Document spans = Document::array();
   for (const Span& span : rank.spans) {
     Document& told = spans.emplace_back(span);
-    told["told"] = step_of(span, unit, rank.mesh);
+    told["told"] = step_of(span, told_layer, rank.mesh);
     told["among"] = is_transport(span) ? Document(among_name(among(span, rank.mesh))) : Document();
   }
   return {{"rank", rank.rank}, {"host", rank.host}, {"spans", spans}};
@@ -189,16 +195,17 @@ Document timeline(const RankRecord& rank, const std::string& unit) {
 
 Document walkthrough_document(const WalkthroughOptions& options,
                               const std::vector<RankRecord>& ranks) {
-  const std::string unit = fmt::format("layers.{}", options.layer);
+  const Told told{layers_name(options.layer, options.layer + 1),
+                  ranks[0].units[options.unit()].name};
   Document doc = {{"format", "qshard-walkthrough"}, {"version", 1}};
   doc["setting"] = setting(options, ranks);
   for (size_t u = 0; u < ranks[0].units.size(); ++u)
     doc["units"].push_back(describe_unit(u, options, ranks));
   doc["initial_state"] = initial_state(ranks);
-  doc["steps"] = describe_steps(unit, ranks);
-  doc["transition"] = transition(options, ranks[0].spans);
+  doc["steps"] = describe_steps(told, ranks);
+  doc["transition"] = transition(options, ranks[0].units, ranks[0].spans);
   doc["communication"] = communication(ranks);
-  for (const RankRecord& rank : ranks) doc["timeline"].push_back(timeline(rank, unit));
+  for (const RankRecord& rank : ranks) doc["timeline"].push_back(timeline(rank, told));
   return doc;
 }
 

@@ -126,8 +126,10 @@ std::vector<StepText> step_texts(const MeshShape& mesh) {
   return texts;
 }
 
-bool belongs(const Span& span, const StepText& text, const std::string& unit) {
-  if (span.unit != unit + text.unit_suffix || span.phase != text.phase) return false;
+bool belongs(const Span& span, const StepText& text, const Told& told) {
+  const bool named =
+      span.unit == told.unit + text.unit_suffix || (!*text.unit_suffix && span.unit == told.layer);
+  if (!named || span.phase != text.phase) return false;
   if (*text.label) return !is_transport(span) && span.step == text.label;
   return std::find(text.verbs.begin(), text.verbs.end(), span.name) != text.verbs.end();
 }
@@ -163,13 +165,13 @@ int64_t in_flight_ns(const std::vector<const Span*>& spans) {
 }
 
 // The ranks that the first call of a step moves between, or null.
-Document among_of(const StepText& text, const std::string& unit, const RankRecord& rank) {
+Document among_of(const StepText& text, const Told& told, const RankRecord& rank) {
   for (const Span& span : rank.spans)
-    if (is_transport(span) && belongs(span, text, unit)) return among_name(among(span, rank.mesh));
+    if (is_transport(span) && belongs(span, text, told)) return among_name(among(span, rank.mesh));
   return nullptr;
 }
 
-Document describe_step(const StepText& text, const std::string& unit,
+Document describe_step(const StepText& text, const Told& told,
                        const std::vector<RankRecord>& ranks) {
   const Lane lane = *text.label                          ? Lane::compute
                     : text.verbs[0] == "gradient buffer" ? Lane::reduce
@@ -180,11 +182,11 @@ Document describe_step(const StepText& text, const std::string& unit,
                    {"title", text.title},
                    {"formula", text.formula},
                    {"same_pass_as", text.same_pass_as ? Document(text.same_pass_as) : Document()},
-                   {"among", among_of(text, unit, ranks[0])}};
+                   {"among", among_of(text, told, ranks[0])}};
   for (const RankRecord& rank : ranks) {
     std::vector<const Span*> spans;
     for (const Span& span : rank.spans)
-      if (belongs(span, text, unit)) spans.push_back(&span);
+      if (belongs(span, text, told)) spans.push_back(&span);
     int64_t flops = 0, ns = 0, logical = 0, copied = 0;
     for (const Span* span : spans) {
       flops += span->flops;
@@ -212,17 +214,17 @@ Document describe_step(const StepText& text, const std::string& unit,
 
 }  // namespace
 
-Document describe_steps(const std::string& unit, const std::vector<RankRecord>& ranks) {
+Document describe_steps(const Told& told, const std::vector<RankRecord>& ranks) {
   Document steps = Document::array();
   for (const StepText& text : step_texts(ranks[0].mesh))
-    steps.push_back(describe_step(text, unit, ranks));
+    steps.push_back(describe_step(text, told, ranks));
   return steps;
 }
 
-Document step_of(const Span& span, const std::string& unit, const MeshShape& mesh) {
+Document step_of(const Span& span, const Told& told, const MeshShape& mesh) {
   const std::vector<StepText> texts = step_texts(mesh);
   for (size_t i = 0; i < texts.size(); ++i)
-    if (!texts[i].same_pass_as && belongs(span, texts[i], unit)) return i;
+    if (!texts[i].same_pass_as && belongs(span, texts[i], told)) return i;
   return nullptr;
 }
 

@@ -102,12 +102,13 @@ WalkthroughCheck check_single_process(const WalkthroughOptions& o, const World& 
     WalkthroughOptions cut = o;
     if (o.reference.empty()) cut.config.num_hidden_layers = o.layer + 1;  // or all that it holds
     cut.fsdp.mesh = "full";
+    cut.fsdp.layers_per_unit = 1;
     cut.fsdp.reshard_ranks = 0;
     Engine engine(cut.config, cut.fsdp, AdamWOptions(), o.transport, o.batch, o.seq, *alone,
                   backend);
     set_weights(cut, *alone, engine.model());
-    const Unit& unit = engine.model().unit(static_cast<int>(o.layer) + 1);
-    own.start(unit.name(), unit.layout(), o.fsdp.param_dtype);
+    const Unit& unit = engine.model().unit(static_cast<int>(cut.unit()));
+    own.start(unit.name(), unit.name(), unit.layout(), o.fsdp.param_dtype);
     engine.evaluate({batch});
     const Recorded &a = recorder.tensor("10 residual/add/sum"),
                    &b = own.tensor("10 residual/add/sum");

@@ -32,6 +32,7 @@ def test_plan_is_what_a_run_holds(tmp):
     for ranks, more in ((1, {}), (2, dict(checkpoint__async="true", train__micro_batch=3)),
                         (3, dict(comm__transport="mpi", train__param_dtype="bf16",
                                  train__activation_checkpoint="selective")),
+                        (2, dict(comm__transport="mpi", fsdp__layers_per_unit=4)),
                         (4, dict(fsdp__reshard_after_forward="false",
                                  train__reduce_dtype="bf16"))):
         result = runs.train(tmp, ranks, train__overwrite="true", data__val=tmp / "val.bin",
@@ -60,6 +61,15 @@ def test_a_run_that_does_not_fit_is_refused_with_what_would(tmp):
     assert runs.without_clock(out) == runs.without_clock(tmp / "out")
     result = runs.train(tmp, 2, train__memory_gb=0.01 * needed, train__out=tmp / "no", **SIZES)
     runs.expect_one_error(result, 2, "train.memory_gb")
+
+
+def test_units_of_one_layer_are_the_first_thing_that_would_fit(tmp):
+    start_files(tmp)
+    sizes = dict(SIZES, comm__transport="mpi")
+    needed = table(runs.train(tmp, 2, **sizes).out)["total"][0] / 1e9
+    result = runs.train(tmp, 2, train__memory_gb=1.01 * needed, fsdp__layers_per_unit=6,
+                        train__out=tmp / "refused", **sizes)
+    runs.expect_one_error(result, 2, "fits: --fsdp.layers_per_unit 1 (")
 
 
 def test_auto_takes_as_little_checkpointing_as_fits(tmp):

@@ -44,6 +44,8 @@ def test_reference_cases(tmp):
             ("tiny-tied", 4, ["--mesh", "4x1", "--transport", "mpi", "--param-dtype", "bf16"]),
             ("wide-head-untied", 3, ["--mesh", "3x1"]),
             ("empty-shards", 8, ["--mesh", "2x4"]),
+            ("tiny-tied", 4, ["--layers-per-unit", "2", "--param-dtype", "bf16"]),
+            ("wide-head-untied", 3, ["--layers-per-unit", "2", "--transport", "mpi"]),
             ("empty-shards", 8, ["--mesh", "2x4", "--transport", "mpi", "--reshard-ranks", "2"]),
             ("tiny-tied", 4, ["--transport", "mpi", "--reshard-ranks", "2", "--backward-prefetch",
                               "2", "--reshard-after-backward", "false"])):
@@ -96,6 +98,32 @@ def test_checkpoints_pass_between_meshes(tmp):
     assert len(ours) == len(expected)
     error = sum((a - b) ** 2 for a, b in zip(ours, expected)) / sum(b * b for b in expected)
     assert error < 1e-8, error
+
+
+# Units of several layers: the same bits, on nodes too, and checkpoints that know nothing of them.
+def test_layers_per_unit(tmp):
+    runs.start_files(tmp)
+    runs.model(tmp, num_hidden_layers=5)
+    for name, values in (("plain", {}), ("nodes", dict(env=TWO_NODES)),
+                         ("replicas", dict(env=TWO_NODES, fsdp__mesh="auto")),
+                         ("mpi", dict(comm__transport="mpi", train__param_dtype="bf16"))):
+        for k in 1, 2, 3:
+            out = tmp / f"{name}-{k}"
+            result = runs.train(tmp, ranks=4, train__out=out, fsdp__layers_per_unit=k, **values)
+            cli.expect(result)
+            units = {1: "", 2: "units       3 of 2 layers each", 3: "units       2 of 3 layers each"}[k]
+            assert units in result.out and ("\nunits" in result.out) == (k > 1), result
+            assert losses(out) == losses(tmp / f"{name}-1"), (name, k)
+    cli.expect(runs.train(tmp, ranks=4, train__out=tmp / "two", train__save_model="true"))
+    values = dict(train__out=tmp / "out", train__save_model="true")
+    cli.expect(runs.train(tmp, ranks=4, fsdp__layers_per_unit=2, train__stop_after=2, **values), rc=75)
+    cli.expect(runs.train(tmp, ranks=4, fsdp__layers_per_unit=5, extra=("--resume", "auto"), **values))
+    assert losses(tmp / "out") == losses(tmp / "two")
+    assert weights(tmp / "out") == weights(tmp / "two")
+    for k, texts in ((0, ["fsdp.layers_per_unit"]), (6, ["fsdp.layers_per_unit 6", "1 to 5"])):
+        runs.expect_one_error(runs.train(tmp, ranks=4, fsdp__layers_per_unit=k), 2, *texts)
+    help_text = " ".join(cli.qshard("train", "--help").out.split())
+    assert "layers are small and latency is high" in help_text, help_text
 
 
 def test_another_divide_factor_changes_the_mathematics(tmp):

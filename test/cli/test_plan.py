@@ -83,6 +83,21 @@ def test_search(tmp):
     runs.expect_one_error(cli.qshard("plan", *args, "--memory-gb", 3), 1, "3.0 GB", "more ranks")
 
 
+def test_layers_per_unit(tmp):
+    """Fewer transfers: small layers on a link of high latency gain, large ones only need more memory."""
+    profile = json.loads((HARDWARE / "h100.json").read_text())
+    profile["in_node"]["latency_us"] = profile["between_nodes"]["latency_us"] = 500
+    (tmp / "far.json").write_text(json.dumps(profile))
+    args = ("--model", CONFIGS / "qwen3-0.6b.json", "--ranks", 64, "--seq", 256,
+            "--hardware", tmp / "far.json", "--layers-per-unit")
+    one, three = plan(*args, 1), plan(*args, 3)
+    assert three["setting"]["layers_per_unit"] == 3, three
+    assert three["traffic_bytes"] == one["traffic_bytes"], (one, three)
+    assert three["seconds"]["step"] < 0.8 * one["seconds"]["step"], (one, three)
+    assert three["memory_bytes"]["params"] > one["memory_bytes"]["params"], (one, three)
+    cli.expect(cli.qshard("plan", *args, 3), out="3 layer(s) a unit")
+
+
 def test_calibration_is_a_profile(tmp):
     runs.model(tmp, **LARGER)
     model = ("--model", tmp / "model.json", "--seq", 32)
@@ -104,6 +119,8 @@ def test_refusals(tmp):
             ((*model, "--search"), 2, ["--hardware"]),
             ((*model, "--ranks", 0), 2, ["--ranks"]),
             ((*model, "--ranks", 4, "--mesh", "2x3"), 2, ["2x3"]),
+            ((*model, "--layers-per-unit", 0), 2, ["--layers-per-unit"]),
+            ((*model, "--layers-per-unit", 99), 2, ["fsdp.layers_per_unit 99"]),
             ((*model, "--activation-checkpoint", "some"), 2, ["selective"])):
         runs.expect_one_error(cli.qshard("plan", *args, ranks=2), rc, *texts)
 

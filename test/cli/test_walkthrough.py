@@ -72,7 +72,7 @@ def adds_up(doc):
     for kind in KINDS:
         for r in range(ranks):
             assert moved["total"][kind][r] == sum(u[kind][r] for u in moved["units"])
-    told = moved["units"][doc["setting"]["layer"] + 1]
+    told = moved["units"][doc["setting"]["unit"]]
     for r in range(ranks):
         for phase, number, kinds in (("forward", "0", "gather"), ("backward", "12", "reduce")):
             share = step(doc, phase, number)["logical_bytes"][r]
@@ -81,6 +81,35 @@ def adds_up(doc):
         spans = doc["timeline"][r]["spans"]
         assert sum(s["logical_bytes"] for s in spans if s["lane"] in ("gather", "reduce")) == \
             sum(moved["total"][kind][r] for kind in KINDS if "logical" in kind)
+
+
+def test_units_of_several_layers(tmp):
+    """The told layer in its unit, which is gathered and reduced as one; the last unit has fewer."""
+    model = json.loads((cli.ROOT / "data" / "configs" / "walkthrough-layer.json").read_text())
+    (tmp / "m.json").write_text(json.dumps({**model, "num_hidden_layers": 5}))
+    args = ("--model", tmp / "m.json", "--layers-per-unit", 3)
+    for layer, name, layers, after in ((1, "layers.0-2", 3, "layers.2"), (2, "layers.0-2", 3, "layers.3"),
+                                       (4, "layers.3-4", 2, "root")):
+        doc = walk(*args, "--layer", layer)
+        assert doc["ok"] and not failed(doc)
+        adds_up(doc)
+        assert [u["name"] for u in doc["units"]] == ["root", "layers.0-2", "layers.3-4"]
+        unit = doc["units"][doc["setting"]["unit"]]
+        assert unit["name"] == name and len(unit["parameters"]) == 11 * layers, unit
+        for phase, number in (("forward", "0"), ("backward", "0"), ("backward", "12")):
+            assert step(doc, phase, number)["logical_bytes"] == [layers * RING] * 4
+        assert doc["transition"]["to"] == after, doc["transition"]
+        began = doc["transition"].get("next_gather_began_ns_before_layer")
+        assert (began is not None) == (layer == 2), doc["transition"]
+        for s in doc["steps"]:
+            if s["lane"] == "compute" and s["same_pass_as"] is None:
+                assert s["calls"] > 0 and (s["phase"] == "optimizer" or s["calls"] < 12), s
+    result = cli.qshard("walkthrough", *args, "--tensor", "q_proj", "--values", "--layer", 1,
+                        "--html", tmp / "w.html", ranks=2)
+    cli.expect(result, out="model.layers.1.self_attn.q_proj.weight [512, 512] on its way")
+    assert "Parameters of layers.0-2" in result.out and " 1.mlp.up_proj" in result.out, result
+    result = cli.qshard("walkthrough", "--layers-per-unit", 3, ranks=2)
+    runs.expect_one_error(result, 2, "fsdp.layers_per_unit 3", "1 to 2")
 
 
 def test_numbers_of_the_table(tmp):

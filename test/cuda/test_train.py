@@ -106,6 +106,15 @@ def test_runs_and_resumed_runs_are_the_same_bits(tmp):
 
 
 # --- what is written
+def test_units_of_several_layers_are_the_same_bits(tmp):
+    runs.start_files(tmp)
+    runs.model(tmp, num_hidden_layers=3)
+    for k in 1, 2, 3:
+        train(tmp, 3, f"k{k}", fsdp__layers_per_unit=k, train__micro_batch=2)
+        assert runs.without_clock(tmp / f"k{k}") == runs.without_clock(tmp / "k1")
+        assert weights(tmp / f"k{k}") == weights(tmp / "k1")
+
+
 def test_checkpoints_go_to_other_ranks_and_to_the_cpu_and_back(tmp):
     runs.start_files(tmp)
     train(tmp, 1, "cpu", backend="cpu")

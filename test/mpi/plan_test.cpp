@@ -31,6 +31,8 @@ std::vector<TinyRun> runs() {
         run.fsdp.activation_checkpoint =
             sparing ? ActivationCheckpoint::full : ActivationCheckpoint::none;
         runs.push_back(run);
+        run.fsdp.layers_per_unit = 2;
+        runs.push_back(run);
         if (test_world().size() % 2) continue;
         run.fsdp.mesh = fmt::format("2x{}", test_world().size() / 2);
         runs.push_back(run);
@@ -71,9 +73,11 @@ TEST(Plan, MovesTheBytesOfTheRun) {
 }
 
 // The same operators on the same shapes in the same order, with the transport's calls between them.
-TEST(Plan, HasTheSpansOfTheRun) {
+void expect_spans_of_the_run(int layers_per_unit) {
   TinyRun run;
+  run.config.num_hidden_layers = 3;
   run.transport = "mpi";
+  run.fsdp.layers_per_unit = layers_per_unit;
   Trace trace;
   std::vector<Span> real;
   {
@@ -106,6 +110,10 @@ TEST(Plan, HasTheSpansOfTheRun) {
     for (size_t t = 0; t < a[i].tensors.size(); ++t)
       EXPECT_EQ(a[i].tensors[t].shape, b[i].tensors[t].shape) << a[i].name;
   }
+}
+
+TEST(Plan, HasTheSpansOfTheRun) {
+  for (int layers_per_unit : {1, 2}) expect_spans_of_the_run(layers_per_unit);
 }
 
 // A model and a machine that do not fit here.
