@@ -1,12 +1,14 @@
 #!/usr/bin/env python3
-"""PyTorch's side of scripts/gpu_check.sh: training steps of Hugging Face's Qwen3 by FSDP2 on one device,
-layers compiled, f32 weights and moments, bf16 in between, on tokens made up: what `qshard bench step`
-does. Prints one JSON document.
-Usage: gpu_check_torch.py CONFIG.json --batch 4 --seq 2048 --repeats 10 [--device cpu] [--no-compile]
+"""PyTorch's side of scripts/gpu_check.sh: training steps of Hugging Face's Qwen3 by FSDP2 on one
+device, layers compiled, f32 weights and moments, bf16 in between, on tokens made up: what
+`qshard bench step` does. Prints one JSON document.
+Usage: gpu_check_torch.py CONFIG.json --batch 4 --seq 2048 --repeats 10 [--device cpu]
+       [--no-compile]
 """
 import argparse
 import json
 import statistics
+import sys
 import tempfile
 import time
 
@@ -66,11 +68,13 @@ def main():
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--no-compile", dest="compile", action="store_false")
     args = parser.parse_args()
+    if args.device == "cuda" and not torch.cuda.is_available():
+        sys.exit("gpu_check_torch: PyTorch sees no GPU: use --device cpu")
     with open(args.config) as file:
         fields = json.load(file)
-    with tempfile.NamedTemporaryFile() as meet:
+    with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group("nccl" if args.device == "cuda" else "gloo", rank=0, world_size=1,
-                                init_method=f"file://{meet.name}-meet")
+                                init_method=f"file://{folder}/meet")
         seconds = time_steps(args, fields)
         memory = torch.cuda.max_memory_allocated() if args.device == "cuda" else None
         dist.destroy_process_group()
