@@ -68,6 +68,23 @@ config() { [ -f "$1" ] && echo "$1" || echo "$here/data/configs/$1.json"; }
 label() { basename "$1" .json; }
 shape=(--batch "$batch" --seq "$seq" --param-dtype bf16)
 
+# Both end the script with one line where no step could work.
+stop() { echo "gpu_check: $1" >&2; exit 1; }
+check_glibc() {
+  local needs has
+  needs=$(cat "$here/glibc" 2>/dev/null) ||
+    stop "no $here/glibc: run it in a folder made by make CUDA=1 gpu-check-bundle"
+  has=$(getconf GNU_LIBC_VERSION 2>/dev/null | sed 's/^glibc //')
+  [ "$(printf '%s\n' "$needs" "${has:-0}" | sort -V | tail -n 1)" = "$has" ] ||
+    stop "this folder needs glibc $needs or later and this system has ${has:-none}: run it on a \
+later system, or make it (make CUDA=1 gpu-check-bundle) on one no later than this"
+}
+check_start() {
+  timeout -k 5 60 "$qshard" bench gemm --backend cuda --model "$here/data/configs/walkthrough-layer.json" \
+    --batch 1 --seq 1 --warm-up 0 --repeats 1 >"$out/start.log" 2>&1 && return
+  stop "no product on the GPU: $(grep -m 1 'error' "$out/start.log" || echo "see $out/start.log")"
+}
+
 check_values() {
   local program dtype
   if command -v nvidia-smi >/dev/null; then
@@ -183,6 +200,10 @@ write_json() {
   echo '}}'
 }
 
+if [ -z "$dry_run" ]; then
+  check_glibc
+  check_start
+fi
 check_values
 sanitize
 measure

@@ -48,4 +48,8 @@ if compgen -G "$out/lib/libopen-pal.*" >/dev/null; then
     done
   done
 fi
+# gpu_check.sh compares it with the machine's. Not every file is a program or a library.
+{ find "$out" -type f -exec objdump -p {} + 2>/dev/null || true; } | grep -oP '\bGLIBC_\K[0-9.]+' |
+  sort -V | tail -n 1 >"$out/glibc" || true
+[ -s "$out/glibc" ] || { echo "gpu_check_bundle: objdump finds no GLIBC_ version" >&2; exit 1; }
 echo "$out: $(du -sh "$out" | cut -f1), run $out/gpu_check.sh there"
