@@ -144,7 +144,10 @@ MpiCudaCollectives::MpiCudaCollectives(World& world, Backend& backend, int full_
       gather_comm_(duplicate(world.comm())),
       reduce_comm_(duplicate(world.comm())) {
   device_.make_current();
-  watcher_ = device_.watch([this] { progress(); });
+  // Not in the waits of the thread that writes a checkpoint: the queues are this thread's.
+  watcher_ = device_.watch([this, owner = std::this_thread::get_id()] {
+    if (std::this_thread::get_id() == owner) progress();
+  });
 }
 
 MpiCudaCollectives::~MpiCudaCollectives() {

@@ -105,6 +105,19 @@ def test_runs_and_resumed_runs_are_the_same_bits(tmp):
     assert "step-00000004.h5" in ck.saved(tmp / "straight2"), ck.saved(tmp / "straight2")
 
 
+def test_saves_behind_training_while_mpi_moves_gpu_memory(tmp):
+    """The thread that writes calls MPI and waits for the GPU, but moves no step along."""
+    runs.start_files(tmp)
+    for out in ("straight", "again"):
+        result = runs.train(tmp, 2, timeout=240,
+                            env={"CUDASIM_SEED": next(SEEDS), "CUDASIM_CUDA_AWARE": 1},
+                            **{**RUN, "device__backend": "cuda", "comm__transport": "mpi-cuda",
+                               "checkpoint__async": "true", "checkpoint__every": 1,
+                               "train__out": tmp / out})
+        cli.expect(result, out="GPU memory straight to")
+    same_values(ck.file(tmp / "again", 6), ck.file(tmp / "straight", 6))
+
+
 # --- what is written
 def test_units_of_several_layers_are_the_same_bits(tmp):
     runs.start_files(tmp)
