@@ -5,8 +5,6 @@
 #include <string>
 #include <vector>
 
-#include <optional>
-
 #include "memory.h"
 #include "report.h"
 #include "scheduler.h"
@@ -29,27 +27,28 @@ std::set<MPI_Request>& device_requests() {
   return *instance;
 }
 
-// Held around each MPI call that may touch buffers.
-class MpiAccess {
+// Blocking calls with device memory that have not returned.
+int device_calls = 0;
+
+// Held around a blocking MPI call. Other threads go on meanwhile: two of them may be in calls of two
+// communicators, on another rank in the other order.
+class BlockingMpiCall {
  public:
-  MpiAccess() {
-    if (!device_requests().empty()) open_device_memory();
+  BlockingMpiCall(const void* send, const void* receive)
+      : device_(is_device_address(send) || is_device_address(receive)) {
+    if (!device_) return;
+    ApiCall call;
+    ++device_calls;
+    open_device_memory();
+  }
+  ~BlockingMpiCall() {
+    if (!device_) return;
+    ApiCall call;
+    --device_calls;
   }
 
  private:
-  ApiCall call_;
-};
-
-// Held around a blocking MPI call. Unless it may touch device memory, other threads go on: two of
-// them may be in calls of two communicators, on another rank in the other order.
-class BlockingMpiAccess {
- public:
-  BlockingMpiAccess() {
-    if (cuda_aware()) access_.emplace();
-  }
-
- private:
-  std::optional<MpiAccess> access_;
+  const bool device_;
 };
 
 size_t bytes_of(int count, MPI_Datatype type) {
@@ -131,6 +130,8 @@ int after_init(int error) {
 
 MPI_Comm control_comm() { return control; }
 
+bool mpi_holds_device_memory() { return device_calls > 0 || !device_requests().empty(); }
+
 void check_receives(const void* address, size_t bytes, const char* user) {
   const auto* begin = static_cast<const char*>(address);
   for (const auto& [request, receive] : receives()) {
@@ -143,7 +144,7 @@ void check_receives(const void* address, size_t bytes, const char* user) {
 
 int progress_until(MPI_Request* request, MPI_Status* status) {
   for (;;) {
-    MpiAccess access;
+    ApiCall call;
     int done = 0;
     const MPI_Request tested = *request;
     const int error = PMPI_Test(request, &done, status);
@@ -173,7 +174,6 @@ using namespace cudasim;
   int MPI_##name parameters {                         \
     const int error = progress_barrier(comm);         \
     if (error != MPI_SUCCESS) return error;           \
-    BlockingMpiAccess access;                         \
     return PMPI_##name arguments;                     \
   }
 
@@ -264,9 +264,12 @@ int MPI_Allgather(const void* s, int sn, MPI_Datatype st, void* r, int rn, MPI_D
                   MPI_Comm comm) {
   const int error = progress_barrier(comm);
   if (error != MPI_SUCCESS) return error;
-  BlockingMpiAccess access;
-  note_buffers("MPI_Allgather", s, bytes_of(sn, st), r,
-               bytes_of(rn, rt) * static_cast<size_t>(size_of(comm)));
+  {
+    ApiCall call;
+    note_buffers("MPI_Allgather", s, bytes_of(sn, st), r,
+                 bytes_of(rn, rt) * static_cast<size_t>(size_of(comm)));
+  }
+  const BlockingMpiCall blocking(s, r);
   return PMPI_Allgather(s, sn, st, r, rn, rt, comm);
 }
 
@@ -274,24 +277,30 @@ int MPI_Reduce_scatter_block(const void* s, void* r, int n, MPI_Datatype t, MPI_
                              MPI_Comm comm) {
   const int error = progress_barrier(comm);
   if (error != MPI_SUCCESS) return error;
-  BlockingMpiAccess access;
-  note_buffers("MPI_Reduce_scatter_block", s, bytes_of(n, t) * static_cast<size_t>(size_of(comm)),
-               r, bytes_of(n, t));
+  {
+    ApiCall call;
+    note_buffers("MPI_Reduce_scatter_block", s, bytes_of(n, t) * static_cast<size_t>(size_of(comm)),
+                 r, bytes_of(n, t));
+  }
+  const BlockingMpiCall blocking(s, r);
   return PMPI_Reduce_scatter_block(s, r, n, t, op, comm);
 }
 
 int MPI_Allreduce(const void* s, void* r, int n, MPI_Datatype t, MPI_Op op, MPI_Comm comm) {
   const int error = progress_barrier(comm);
   if (error != MPI_SUCCESS) return error;
-  BlockingMpiAccess access;
-  note_buffers("MPI_Allreduce", s, bytes_of(n, t), r, bytes_of(n, t));
+  {
+    ApiCall call;
+    note_buffers("MPI_Allreduce", s, bytes_of(n, t), r, bytes_of(n, t));
+  }
+  const BlockingMpiCall blocking(s, r);
   return PMPI_Allreduce(s, r, n, t, op, comm);
 }
 
 // --- calls that start something. They do not block; device buffers are checked.
 int MPI_Iallgather(const void* s, int sn, MPI_Datatype st, void* r, int rn, MPI_Datatype rt,
                    MPI_Comm comm, MPI_Request* request) {
-  MpiAccess access;
+  ApiCall call;
   note_buffers("MPI_Iallgather", s, bytes_of(sn, st), r,
                bytes_of(rn, rt) * static_cast<size_t>(size_of(comm)));
   const int error = PMPI_Iallgather(s, sn, st, r, rn, rt, comm, request);
@@ -302,7 +311,7 @@ int MPI_Iallgather(const void* s, int sn, MPI_Datatype st, void* r, int rn, MPI_
 
 int MPI_Ialltoall(const void* s, int sn, MPI_Datatype st, void* r, int rn, MPI_Datatype rt,
                   MPI_Comm comm, MPI_Request* request) {
-  MpiAccess access;
+  ApiCall call;
   const auto ranks = static_cast<size_t>(size_of(comm));
   note_buffers("MPI_Ialltoall", s, bytes_of(sn, st) * ranks, r, bytes_of(rn, rt) * ranks);
   const int error = PMPI_Ialltoall(s, sn, st, r, rn, rt, comm, request);
@@ -312,7 +321,7 @@ int MPI_Ialltoall(const void* s, int sn, MPI_Datatype st, void* r, int rn, MPI_D
 
 int MPI_Ireduce_scatter_block(const void* s, void* r, int n, MPI_Datatype t, MPI_Op op,
                               MPI_Comm comm, MPI_Request* request) {
-  MpiAccess access;
+  ApiCall call;
   note_buffers("MPI_Ireduce_scatter_block", s, bytes_of(n, t) * static_cast<size_t>(size_of(comm)),
                r, bytes_of(n, t));
   const int error = PMPI_Ireduce_scatter_block(s, r, n, t, op, comm, request);
@@ -322,7 +331,7 @@ int MPI_Ireduce_scatter_block(const void* s, void* r, int n, MPI_Datatype t, MPI
 
 int MPI_Iallreduce(const void* s, void* r, int n, MPI_Datatype t, MPI_Op op, MPI_Comm comm,
                    MPI_Request* request) {
-  MpiAccess access;
+  ApiCall call;
   note_buffers("MPI_Iallreduce", s, bytes_of(n, t), r, bytes_of(n, t));
   const int error = PMPI_Iallreduce(s, r, n, t, op, comm, request);
   note_start(*request, "MPI_Iallreduce", s, r, bytes_of(n, t));
@@ -331,7 +340,7 @@ int MPI_Iallreduce(const void* s, void* r, int n, MPI_Datatype t, MPI_Op op, MPI
 
 int MPI_Isend(const void* data, int n, MPI_Datatype t, int to, int tag, MPI_Comm comm,
               MPI_Request* request) {
-  MpiAccess access;
+  ApiCall call;
   note_buffers("MPI_Isend", data, bytes_of(n, t), MPI_IN_PLACE, 0);
   const int error = PMPI_Isend(data, n, t, to, tag, comm, request);
   note_start(*request, "MPI_Isend", data, nullptr, 0);
@@ -340,7 +349,7 @@ int MPI_Isend(const void* data, int n, MPI_Datatype t, int to, int tag, MPI_Comm
 
 int MPI_Irecv(void* data, int n, MPI_Datatype t, int from, int tag, MPI_Comm comm,
               MPI_Request* request) {
-  MpiAccess access;
+  ApiCall call;
   note_buffers("MPI_Irecv", MPI_IN_PLACE, 0, data, bytes_of(n, t));
   const int error = PMPI_Irecv(data, n, t, from, tag, comm, request);
   note_start(*request, "MPI_Irecv", nullptr, data, bytes_of(n, t));
@@ -348,7 +357,7 @@ int MPI_Irecv(void* data, int n, MPI_Datatype t, int from, int tag, MPI_Comm com
 }
 
 int MPI_Test(MPI_Request* request, int* done, MPI_Status* status) {
-  MpiAccess access;
+  ApiCall call;
   step();
   const MPI_Request tested = *request;
   const int error = PMPI_Test(request, done, status);
@@ -360,7 +369,7 @@ int MPI_Test(MPI_Request* request, int* done, MPI_Status* status) {
 }
 
 int MPI_Testall(int n, MPI_Request* requests, int* done, MPI_Status* statuses) {
-  MpiAccess access;
+  ApiCall call;
   step();
   const std::vector<MPI_Request> tested(requests, requests + n);
   const int error = PMPI_Testall(n, requests, done, statuses);
@@ -396,7 +405,7 @@ int MPI_Sendrecv(const void* s, int sn, MPI_Datatype st, int to, int stag, void*
 
 int MPI_Probe(int from, int tag, MPI_Comm comm, MPI_Status* status) {
   for (;;) {
-    MpiAccess access;
+    ApiCall call;
     int found = 0;
     const int error = PMPI_Iprobe(from, tag, comm, &found, status);
     if (error != MPI_SUCCESS || found) return error;
@@ -418,7 +427,7 @@ int MPI_Waitall(int n, MPI_Request* requests, MPI_Status* statuses) {
 
 int MPI_Waitany(int n, MPI_Request* requests, int* index, MPI_Status* status) {
   for (;;) {
-    MpiAccess access;
+    ApiCall call;
     const std::vector<MPI_Request> tested(requests, requests + n);
     int done = 0;
     const int error = PMPI_Testany(n, requests, index, &done, status);

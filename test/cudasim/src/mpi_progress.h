@@ -19,6 +19,9 @@ int progress_until(MPI_Request* request, MPI_Status* status = MPI_STATUS_IGNORE)
 // Waits until all ranks of the communicator have come here; the device runs meanwhile.
 int progress_barrier(MPI_Comm comm);
 
+// Whether MPI may touch device memory at any time, in whatever thread calls it: it stays open then.
+bool mpi_holds_device_memory();
+
 // Fails if the program still awaits [address, address + bytes), or a part of it, from MPI.
 void check_receives(const void* address, size_t bytes, const char* user);
 

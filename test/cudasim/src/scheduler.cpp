@@ -6,6 +6,7 @@
 #include <cstdio>
 
 #include "memory.h"
+#include "mpi_progress.h"
 #include "report.h"
 
 namespace cudasim {
@@ -196,7 +197,7 @@ ApiCall::ApiCall() {
 }
 
 ApiCall::~ApiCall() {
-  if (--scheduler().depth == 0) close_device_memory();
+  if (--scheduler().depth == 0 && !mpi_holds_device_memory()) close_device_memory();
   scheduler().mutex().unlock();
 }
 
