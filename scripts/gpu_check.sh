@@ -80,8 +80,9 @@ check_glibc() {
 later system, or make it (make CUDA=1 gpu-check-bundle) on one no later than this"
 }
 check_start() {
-  timeout -k 5 60 "$qshard" bench gemm --backend cuda --model "$here/data/configs/walkthrough-layer.json" \
-    --batch 1 --seq 1 --warm-up 0 --repeats 1 >"$out/start.log" 2>&1 && return
+  local model=$here/data/configs/walkthrough-layer.json
+  timeout -k 5 60 "$qshard" bench gemm --backend cuda --model "$model" --seq 1 \
+    --warm-up 0 --repeats 1 >"$out/start.log" 2>&1 && return
   stop "no product on the GPU: $(grep -m 1 'error' "$out/start.log" || echo "see $out/start.log")"
 }
 
