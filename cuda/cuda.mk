@@ -50,7 +50,9 @@ kernel-report:  ## registers, spills and instructions of the kernels, into cuda/
 # For any CPU of the last ten years, since it runs on other machines: a build of its own.
 BUNDLE_ARCH ?= x86-64-v3
 BUNDLE      ?= $(BUILD)/gpu-check
-CUDA_TESTS  := $(patsubst %.cpp,$(BUILD)/%,$(wildcard test/cuda/*_test.cpp))
+# engine_test counts the host's waits, which only the simulator can.
+CUDA_TESTS  := $(patsubst %.cpp,$(BUILD)/%,$(filter-out %/engine_test.cpp, \
+                 $(wildcard test/cuda/*_test.cpp)))
 
 gpu-check-bundle:  ## folder with all that scripts/gpu_check.sh needs on a machine with GPUs (BUNDLE=)
 	@$(MAKE) ARCH=$(BUNDLE_ARCH) BUILD=$(BUILD)/portable cuda-programs

@@ -43,6 +43,22 @@ def test_every_step_runs_and_a_failure_is_named(tmp):
     assert "1 failed" in result.out and "tokens/s" in result.out, result
 
 
+def expect_one_line(result, text):
+    cli.expect(result, rc=1)
+    assert len(result.err.splitlines()) == 1 and text in result.err, result
+
+
+def test_a_machine_where_nothing_can_run_is_told_at_once(tmp):
+    folder = bundle(tmp)
+    expect_one_line(cli.run(folder / "gpu_check.sh", cwd=tmp, env={"CUDASIM_DEVICES": 0}), "no GPU")
+    needs = folder / "glibc"
+    assert needs.read_text().startswith("2."), needs.read_text()
+    needs.write_text("2.999\n")
+    expect_one_line(cli.run(folder / "gpu_check.sh", cwd=tmp), "needs glibc 2.999 or later")
+    needs.unlink()
+    expect_one_line(cli.run(folder / "gpu_check.sh", cwd=tmp), "make CUDA=1 gpu-check-bundle")
+
+
 def test_bad_options(tmp):
     for args in (["--nothing"], ["--models"]):
         cli.expect(cli.run(cli.ROOT / "scripts" / "gpu_check.sh", *args, cwd=tmp), rc=2)
