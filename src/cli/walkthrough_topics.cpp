@@ -4,7 +4,6 @@
 #include <cmath>
 
 #include "backends.h"
-#include "model/qwen3_params.h"
 #include "train/metrics.h"
 #include "train/step_recorder.h"
 
@@ -203,47 +202,53 @@ bool tell_rope(Page& page, const WalkthroughOptions& o, Backend& backend) {
 
 // --- mesh
 
-// What a rank holds and a ring sends, with S ranks a shard group and N / S groups.
-Row strategy(const std::string& name, const Qwen3Config& config, int64_t S, int64_t N,
-             int64_t size) {
-  int64_t held = 0, sent = 0;
-  auto add = [&](std::vector<ParamSpec> params, bool layer) {
-    const UnitLayout layout(std::move(params), static_cast<int>(S));
-    int64_t shard = 0;
-    for (const Piece& piece : layout.pieces()) shard += piece.count;
-    held += shard * (size + 4 + 4 + 8);  // 16-bit shard, master, gradient, two moments
-    const int64_t groups = N / S;
-    const int64_t gathers = layer ? 2 : 1;
-    sent += (gathers + 1) * (S - 1) * shard * size;    // gathers, reduce-scatter
-    sent += 2 * (groups - 1) * shard * size / groups;  // all-reduce between the groups
-  };
-  add(root_params(config), false);
-  for (int64_t l = 0; l < config.num_hidden_layers; ++l) add(layer_params(config, l), true);
-  return {name, fmt::format("{}", S), fmt::format("{}", N / S),
-          human_bytes(static_cast<double>(held)), human_bytes(static_cast<double>(sent))};
+// What rank 0 holds between steps, and what its transports counted in one.
+Row strategy(const std::string& name, const std::string& mesh, const Document& step) {
+  const Document &held = step["initial_state"][0]["allocated"],
+                 &moved = step["communication"]["total"];
+  auto bytes = [](const Document& n) { return human_bytes(n.get<double>()); };
+  return {name,
+          mesh,
+          human_bytes(held["shards"].get<double>() + held["moments"].get<double>()),
+          bytes(moved["gather_logical_bytes"][0]),
+          bytes(moved["reduce_logical_bytes"][0]),
+          bytes(moved["all_reduce_logical_bytes"][0])};
 }
 
-bool tell_mesh(Page& page, const WalkthroughOptions& o, const World& world) {
-  const int64_t N = world.size();
+bool tell_mesh(Page& page, WalkthroughOptions o, World& world, Backend& backend) {
+  const int N = world.size();
   page.title(
       fmt::format("Ways to share {} parameters between {} ranks", o.config.num_parameters(), N));
   page.line(
       "full: every rank has 1/N of everything, gathers what it needs, reduce-scatters "
-      "gradients. hybrid: groups shard inside, and all-reduce the gradients of their shards "
-      "with the other groups. none: every rank has everything, and all-reduces gradients.");
+      "gradients. hybrid: replicas shard inside, and all-reduce the gradients of their shards "
+      "with the other replicas. none: every rank has everything, and all-reduces gradients.");
   std::vector<Row> rows;
-  const auto size = static_cast<int64_t>(dtype_size(o.fsdp.param_dtype));
-  for (int64_t S = N; S >= 1; --S)
-    if (N % S == 0)
-      rows.push_back(strategy(S == N ? "full" : S == 1 ? "none" : "hybrid", o.config, S, N, size));
-  page.table({"strategy", "ranks a group", "groups", "a rank holds", "a rank sends a step"}, rows);
+  size_t checks = 0;
+  bool ok = true;
+  o.fsdp.reshard_ranks = 0;
+  for (int S = N; S >= 1; --S) {
+    if (N % S) continue;
+    o.fsdp.mesh = fmt::format("{}x{}", N / S, S);
+    const WalkthroughReport report = run_walkthrough(o, world, backend);
+    ok = ok && report.ok;
+    if (world.rank() != 0) continue;
+    checks += report.document["checks"].size();
+    rows.push_back(strategy(S == N   ? "full"
+                            : S == 1 ? "none"
+                                     : "hybrid",
+                            o.fsdp.mesh, report.document));
+  }
+  page.table({"strategy", "mesh", "a rank holds", "gathers", "reductions", "all-reduces"}, rows);
   page.line(
-      fmt::format("Held: parameters as {}, f32 master weights, gradient shards and two "
-                  "moments, of all units, without what is gathered. Sent: by rings, with "
-                  "resharding after forward. This is arithmetic over the shard layout; "
-                  "`qshard walkthrough --mesh RxS` measures a step of each.",
+      fmt::format("Measured in a step of each. Mesh: replicas x ranks of one. Held: parameters as "
+                  "{}, f32 master weights and two moments, of all units, without what is gathered; "
+                  "with replicas a buffer for their sums as well. "
+                  "Gathers and the rest: bytes that a ring sends a step and rank.",
                   dtype_name(o.fsdp.param_dtype)));
-  return true;
+  page.check(ok, "all checks of these steps", fmt::format("{} met", checks),
+             ok ? fmt::format("{} met", checks) : "not all: see qshard walkthrough --mesh RxS");
+  return ok;
 }
 
 // --- two ranks, two layers
@@ -305,7 +310,7 @@ TopicText tell_topic(const std::string& name, const WalkthroughOptions& options,
   TopicText told;
   if (name == "ring") told.ok = tell_ring(page, options, world, backend);
   if (name == "rope") told.ok = tell_rope(page, options, backend);
-  if (name == "mesh") told.ok = tell_mesh(page, options, world);
+  if (name == "mesh") told.ok = tell_mesh(page, options, world, backend);
   if (name == "two-by-two") told.ok = tell_two_by_two(page, options, world, backend);
   told.text = page.take();
   return told;

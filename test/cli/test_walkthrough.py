@@ -429,7 +429,7 @@ def test_topics(tmp):
             ("ring", 4, ("round 3 of 3", "on 4 of 4 ranks", "384 + 384")),
             ("ring", 1, ("on 1 of 1 ranks",)),
             ("rope", 2, ("positions a turn", "✓ a product depends on the distance")),
-            ("mesh", 6, ("full", "hybrid", "none")),
+            ("mesh", 6, ("full", "hybrid", "3x2", "6x1", "none", "✓ all checks of these steps")),
             ("two-by-two", 2, ("rank 1", "reduce-scatter wait", "✓ all checks"))):
         result = cli.qshard("walkthrough", "--topic", topic, ranks=ranks)
         for text in texts:
