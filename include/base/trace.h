@@ -29,8 +29,8 @@ struct Span {
   int64_t micro_batch = 0;        // of its step, from 0
   int64_t begin_ns = 0, end_ns = 0;
   int64_t logical_bytes = 0,
-          copied_bytes = 0;  // moved meanwhile, see Traffic in comm/collectives.h
-  int ranks = 1, nodes = 1;  // that the transport connects, of its spans
+          copied_bytes = 0;      // moved meanwhile, see Traffic in comm/collectives.h
+  int ranks = 1, nodes = 1;      // that the transport connects, of its spans
   int64_t flops = 0, bytes = 0;  // bytes: least memory traffic of an operator, see traced_ops.h
   int64_t held_before = 0, held_after = 0;  // parameters and full gradients of all units, bytes
   int64_t unit_before = 0, unit_after = 0;  // parameters of `unit`, of spans of the transport

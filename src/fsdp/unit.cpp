@@ -168,8 +168,8 @@ bool Unit::advance_reduction(bool accumulate, bool last_micro_batch, float loss_
     case Reduction::idle:
       fail("unit {}: advance_reduction without reduce", name_);
     case Reduction::scattering:
-      collectives_.reduce_wait(id_, grad_pieces_,
-                               replica_sum_ ? 1.0f : mean_ / loss_scale, accumulate);
+      collectives_.reduce_wait(id_, grad_pieces_, replica_sum_ ? 1.0f : mean_ / loss_scale,
+                               accumulate);
       reduction_ = Reduction::idle;
       if (!replica_sum_ || !last_micro_batch) return true;
       replica_sum_->start(grad_buffer_);

@@ -30,8 +30,8 @@ std::set<MPI_Request>& device_requests() {
 // Blocking calls with device memory that have not returned.
 int device_calls = 0;
 
-// Held around a blocking MPI call. Other threads go on meanwhile: two of them may be in calls of two
-// communicators, on another rank in the other order.
+// Held around a blocking MPI call. Other threads go on meanwhile: two of them may be in calls of
+// two communicators, on another rank in the other order.
 class BlockingMpiCall {
  public:
   BlockingMpiCall(const void* send, const void* receive)
