@@ -172,7 +172,11 @@ def predict(args, point):
                "--prefetch", point["prefetch"], "--transport", point["transport"],
                "--activation-checkpoint", point["checkpointing"], "--hardware",
                calibrate(args, point["ranks"]), "--format", "json"]
-    shell(command, folder / "plan.json")
+    # Not by shell(): what mpirun has to say on stderr is no part of the document.
+    result = subprocess.run([str(c) for c in command], capture_output=True, text=True)
+    if result.returncode:
+        refuse(f"{shlex.join(str(c) for c in command)}: {result.stderr.strip()}")
+    (folder / "plan.json").write_text(result.stdout)
 
 
 def begin_study(args):
@@ -193,6 +197,8 @@ def check(args):
         refuse("at least 1 step of --warmup (the first one is always slower) and 3 --steps")
     if not args.qshard.exists():
         refuse(f"no program {args.qshard}: make, or name it with --qshard")
+    if args.hardware and not args.hardware.is_file():
+        refuse(f"--hardware {args.hardware}: no such file, see data/hardware")
     job = args.launch.endswith(".sbatch")
     if job and (args.trace or args.calibrate):
         refuse("--trace and --calibrate run within an allocation: train.sbatch takes options of "

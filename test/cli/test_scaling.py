@@ -177,6 +177,8 @@ def test_refusals(tmp):
     cli.expect(study(tmp, ranks=[1], extra=["--trace", "--warmup", 7]), rc=2, err="traces 10 steps")
     cli.expect(study(tmp, ranks=[1], extra=["--trace", "--launch", "sbatch x.sbatch"]), rc=2,
                err="within an allocation")
+    cli.expect(study(tmp, ranks=[1], extra=["--hardware", tmp / "none.json"]), rc=2,
+               err="none.json: no such file")
     assert not (tmp / "study").exists()
 
 
