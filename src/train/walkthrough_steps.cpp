@@ -14,7 +14,7 @@ struct StepText {
   const char* unit_suffix = "";        // of the transport's unit behind the layer's name
 };
 
-const std::vector<StepText>& all_step_texts() {
+const std::vector<StepText>& step_texts() {
   static const std::vector<StepText> texts = {
       {"forward",
        "0",
@@ -120,10 +120,8 @@ const std::vector<StepText>& all_step_texts() {
 }
 
 // One replica has nothing to sum.
-std::vector<StepText> step_texts(const MeshShape& mesh) {
-  std::vector<StepText> texts = all_step_texts();
-  if (mesh.replicas == 1) std::erase_if(texts, [](const StepText& t) { return *t.unit_suffix; });
-  return texts;
+bool is_told(const StepText& text, const MeshShape& mesh) {
+  return mesh.replicas > 1 || !*text.unit_suffix;
 }
 
 bool belongs(const Span& span, const StepText& text, const Told& told) {
@@ -216,15 +214,18 @@ Document describe_step(const StepText& text, const Told& told,
 
 Document describe_steps(const Told& told, const std::vector<RankRecord>& ranks) {
   Document steps = Document::array();
-  for (const StepText& text : step_texts(ranks[0].mesh))
-    steps.push_back(describe_step(text, told, ranks));
+  for (const StepText& text : step_texts())
+    if (is_told(text, ranks[0].mesh)) steps.push_back(describe_step(text, told, ranks));
   return steps;
 }
 
 Document step_of(const Span& span, const Told& told, const MeshShape& mesh) {
-  const std::vector<StepText> texts = step_texts(mesh);
-  for (size_t i = 0; i < texts.size(); ++i)
-    if (!texts[i].same_pass_as && belongs(span, texts[i], told)) return i;
+  size_t index = 0;
+  for (const StepText& text : step_texts()) {
+    if (!is_told(text, mesh)) continue;
+    if (!text.same_pass_as && belongs(span, text, told)) return index;
+    ++index;
+  }
   return nullptr;
 }
 

@@ -2,8 +2,6 @@
 #include <cmath>
 
 #include "../unit/files.h"
-#include "comm/traced_collectives.h"
-#include "device/traced_ops.h"
 #include "forwarding.h"
 #include "model/qwen3_params.h"
 #include "tiny_model.h"
@@ -18,15 +16,7 @@ int ranks() { return test_world().size(); }
 
 int units_of_layers(int k) { return (kLayers + k - 1) / k; }
 
-class LayersPerUnit : public testing::TestWithParam<const char*> {
- protected:
-  TinyRun tiny() const {
-    TinyRun run;
-    run.config.num_hidden_layers = kLayers;
-    run.transport = GetParam();
-    return run;
-  }
-};
+class LayersPerUnit : public TinyRunOn<kLayers> {};
 INSTANTIATE_TEST_SUITE_P(Transports, LayersPerUnit, testing::Values("shm", "mpi"));
 
 // Two steps of two micro-batches.
@@ -202,18 +192,8 @@ TEST(Units, SpansNameTheUnitThatMovesAndTheLayerThatComputes) {
   TinyRun run;
   run.config.num_hidden_layers = 3;
   run.fsdp.layers_per_unit = 2;
-  Trace trace;
-  const TracedBackend traced(test_backend(), trace);
-  const WrapTransport wrap = [&](std::unique_ptr<Collectives> transport, const World& world) {
-    return make_traced_collectives(std::move(transport), world, trace);
-  };
-  Engine engine(run.config, run.fsdp, run.adamw,
-                make_sharding(run.transport, run.fsdp, test_world(), test_backend(), wrap), run.B,
-                run.T, test_backend());
-  engine.model().init_parameters(run.seed);
-  engine.step(deal(some_batches(run, 1, run.B * ranks())[0], run.B, Deal::split), run.lr);
   std::vector<std::string> gathered, computed;
-  for (const Span& span : trace.spans()) {
+  for (const Span& span : spans_of_a_step(run)) {
     if (span.name == "all-gather start") gathered.push_back(span.unit);
     if (span.step == "5 attention") computed.push_back(span.phase + " " + span.unit);
   }

@@ -97,15 +97,7 @@ void expect_same_runs(const WholeRun& a, const WholeRun& b) {
   EXPECT_EQ(a.weights, b.weights);
 }
 
-class MeshOn : public testing::TestWithParam<const char*> {
- protected:
-  TinyRun tiny() const {
-    TinyRun run;
-    run.config.num_hidden_layers = kLayers;
-    run.transport = GetParam();
-    return run;
-  }
-};
+class MeshOn : public TinyRunOn<kLayers> {};
 INSTANTIATE_TEST_SUITE_P(Transports, MeshOn, testing::Values("shm", "mpi"));
 
 // --- replicas

@@ -1,8 +1,6 @@
 // The plan of a step against the step itself, segment by segment and byte by byte.
 #include "train/plan.h"
 
-#include "comm/traced_collectives.h"
-#include "device/traced_ops.h"
 #include "tiny_model.h"
 
 namespace qshard {
@@ -78,21 +76,7 @@ void expect_spans_of_the_run(int layers_per_unit) {
   run.config.num_hidden_layers = 3;
   run.transport = "mpi";
   run.fsdp.layers_per_unit = layers_per_unit;
-  Trace trace;
-  std::vector<Span> real;
-  {
-    const TracedBackend traced(test_backend(), trace);
-    const WrapTransport wrap = [&](std::unique_ptr<Collectives> transport, const World& ranks) {
-      return make_traced_collectives(std::move(transport), ranks, trace);
-    };
-    Engine engine(run.config, run.fsdp, run.adamw,
-                  make_sharding(run.transport, run.fsdp, test_world(), test_backend(), wrap), run.B,
-                  run.T, test_backend());
-    engine.model().init_parameters(run.seed);
-    const auto batch = some_batches(run, 1, run.B * test_world().size()).front();
-    engine.step(deal(batch, run.B, Deal::split), run.lr);
-    real = trace.spans();
-  }
+  const std::vector<Span> real = spans_of_a_step(run);
   const std::vector<Span> planned = plan_step(request_of(run, 1)).spans;
   // A rank without rows of a parameter has no update of it.
   auto without_optimizer = [](std::vector<Span> spans) {

@@ -6,6 +6,8 @@
 #include <vector>
 
 #include "../test_main.h"
+#include "comm/traced_collectives.h"
+#include "device/traced_ops.h"
 #include "train/engine.h"
 
 namespace qshard {
@@ -117,10 +119,38 @@ inline Outcome train(const TinyRun& run, const std::vector<GlobalBatch>& batches
   return outcome;
 }
 
+// Runs of so many layers on the transport that is the parameter.
+template <int kLayers>
+class TinyRunOn : public testing::TestWithParam<const char*> {
+ protected:
+  TinyRun tiny() const {
+    TinyRun run;
+    run.config.num_hidden_layers = kLayers;
+    run.transport = GetParam();
+    return run;
+  }
+};
+
 inline std::vector<GlobalBatch> some_batches(const TinyRun& run, int steps, int64_t rows) {
   std::vector<GlobalBatch> batches;
   for (int s = 0; s < steps; ++s) batches.emplace_back(s, rows, run.T, run.config.vocab_size);
   return batches;
+}
+
+// What a trace has of this rank's first step, of one micro-batch.
+inline std::vector<Span> spans_of_a_step(const TinyRun& run) {
+  Trace trace;
+  const TracedBackend traced(test_backend(), trace);
+  const WrapTransport wrap = [&](std::unique_ptr<Collectives> transport, const World& ranks) {
+    return make_traced_collectives(std::move(transport), ranks, trace);
+  };
+  Engine engine(run.config, run.fsdp, run.adamw,
+                make_sharding(run.transport, run.fsdp, test_world(), test_backend(), wrap), run.B,
+                run.T, test_backend());
+  engine.model().init_parameters(run.seed);
+  const auto batch = some_batches(run, 1, run.B * test_world().size()).front();
+  engine.step(deal(batch, run.B, Deal::split), run.lr);
+  return trace.spans();
 }
 
 // ‖a−b‖₂ / ‖b‖₂ over the rows of all ranks; the same on every rank.
