@@ -37,6 +37,22 @@ cudaMemcpyKind kind_of(Place to, Place from) {
   return from == Place::device ? cudaMemcpyDeviceToHost : cudaMemcpyHostToHost;
 }
 
+struct EventPoint final : QueuePoint {
+  Event event;
+};
+
+struct HostCopy {
+  void* to;
+  const void* from;
+  size_t bytes;
+};
+
+// On a thread of the driver, in the order of a stream.
+void CUDART_CB run_host_copy(void* data) {
+  const std::unique_ptr<HostCopy> copy(static_cast<HostCopy*>(data));
+  std::memcpy(copy->to, copy->from, copy->bytes);
+}
+
 int with_device(int ordinal) {
   const int count = CudaDevice::count();
   QS_CHECK(ordinal >= 0 && ordinal < count, "GPU {} asked for, {} visible", ordinal, count);
@@ -129,8 +145,7 @@ CudaDevice::CudaDevice(int ordinal) : ordinal_(with_device(ordinal)) {
 // After an exception a stream may wait for an operation that never ends.
 CudaDevice::~CudaDevice() {
   if (std::uncaught_exceptions() > 0) return;
-  cudaStreamSynchronize(stream_);
-  cudaStreamSynchronize(downloads_);
+  for (const Stream* stream : {&stream_, &uploads_, &downloads_}) cudaStreamSynchronize(*stream);
 }
 
 std::string CudaDevice::name() const {
@@ -165,9 +180,8 @@ void CudaDevice::wait(const Event& event) const {
 
 void CudaDevice::download_start(void* to, const void* from, size_t bytes) {
   if (bytes == 0) return;
-  written_.record(stream_);
-  written_.make_wait(downloads_);
-  CUDA_CHECK(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToHost, downloads_));
+  order(Queue::operators, Queue::downloads);
+  copy_on(Queue::downloads, to, from, bytes);
   downloaded_.record(downloads_);
 }
 
@@ -175,6 +189,48 @@ void CudaDevice::download_wait() {
   make_current();  // the thread may be another one
   wait(downloaded_);
 }
+
+// --- queues
+cudaStream_t CudaDevice::stream_of(Queue queue) const {
+  return queue == Queue::uploads ? uploads_ : queue == Queue::downloads ? downloads_ : stream_;
+}
+
+void CudaDevice::copy_on(Queue queue, void* to, const void* from, size_t bytes) {
+  if (bytes == 0) return;
+  const Place target = place_of(to), source = place_of(from);
+  if (target == Place::device || source == Place::device) {
+    CUDA_CHECK(cudaMemcpyAsync(to, from, bytes, kind_of(target, source), stream_of(queue)));
+    return;
+  }
+  // cudaMemcpyAsync from host to host makes the caller wait.
+  auto copy = std::make_unique<HostCopy>(to, from, bytes);
+  CUDA_CHECK(cudaLaunchHostFunc(stream_of(queue), run_host_copy, copy.get()));
+  copy.release();
+}
+
+std::unique_ptr<QueuePoint> CudaDevice::make_point() { return std::make_unique<EventPoint>(); }
+
+void CudaDevice::set(QueuePoint& point, Queue queue) {
+  static_cast<EventPoint&>(point).event.record(stream_of(queue));
+}
+
+void CudaDevice::hold(Queue queue, const QueuePoint& point) {
+  static_cast<const EventPoint&>(point).event.make_wait(stream_of(queue));
+}
+
+void CudaDevice::order(Queue first, Queue then) {
+  ordered_.record(stream_of(first));
+  ordered_.make_wait(stream_of(then));
+}
+
+void CudaDevice::wait_for_copies() {
+  for (const Stream* stream : {&uploads_, &downloads_}) {
+    reached_.record(*stream);
+    wait(reached_);
+  }
+}
+
+bool CudaDevice::in_host_memory(const void* data) const { return place_of(data) != Place::device; }
 
 void* CudaDevice::allocate(size_t bytes) {
   if (bytes == 0) return nullptr;
@@ -210,7 +266,8 @@ void CudaDevice::copy(void* to, const void* from, size_t bytes) {
   if (bytes == 0) return;
   const Place target = place_of(to), source = place_of(from);
   if (target != Place::device && source != Place::device) {
-    synchronize();  // the stream may still be writing pinned memory
+    synchronize();  // the streams may still be writing pinned memory
+    wait_for_copies();
     std::memmove(to, from, bytes);
     return;
   }

@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "device/device.h"
+#include "device/host_memory.h"
 
 namespace qshard::cuda {
 
@@ -61,6 +62,7 @@ class PinnedMemory final : public Device {
   std::string name() const override { return "page-locked memory of the host"; }
   void* allocate(size_t bytes) override;
   void release(void* data, size_t bytes) noexcept override;
+  int64_t bytes_available() const override { return host_bytes_available(); }
   void copy(void* to, const void* from, size_t bytes) override;
   void zero(void* data, size_t bytes) override;
 };
@@ -84,8 +86,15 @@ class CudaDevice final : public Device {
   void zero(void* data, size_t bytes) override;  // in the order of the compute stream
   void enqueue_copy(void* to, const void* from, size_t bytes) override;
   Device& host() override { return pinned_; }
+  bool in_host_memory(const void* data) const override;
   void download_start(void* to, const void* from, size_t bytes) override;
   void download_wait() override;
+  void copy_on(Queue queue, void* to, const void* from, size_t bytes) override;
+  std::unique_ptr<QueuePoint> make_point() override;
+  void set(QueuePoint& point, Queue queue) override;
+  void hold(Queue queue, const QueuePoint& point) override;
+  void order(Queue first, Queue then) override;
+  void wait_for_copies() override;
 
   cudaStream_t stream() const { return stream_; }
   void synchronize();  // the host waits for the compute stream
@@ -102,6 +111,7 @@ class CudaDevice final : public Device {
     Event moved;  // the last copy from or to it
   };
   void wait(const Event& event) const;
+  cudaStream_t stream_of(Queue queue) const;
   Slot& slot(int64_t piece);
   void upload(char* to, const char* from, size_t bytes);
   void download(char* to, const char* from, size_t bytes);
@@ -109,9 +119,10 @@ class CudaDevice final : public Device {
   int ordinal_;
   cudaDeviceProp properties_{};
   std::string pci_bus_id_;
-  Stream stream_, downloads_;
-  Event reached_;               // of synchronize()
-  Event written_, downloaded_;  // of download_start(): its source, and its end
+  Stream stream_, uploads_, downloads_;
+  Event reached_;     // of synchronize() and wait_for_copies()
+  Event ordered_;     // of order()
+  Event downloaded_;  // the end of download_start()
   PinnedMemory pinned_;
   Slot slots_[2];
 };

@@ -15,6 +15,8 @@ namespace qshard {
 // Collective: an error on any rank is thrown on all.
 Backend make_backend(const std::string& name, const World& world);
 
+bool moves_gpu_memory(const std::string& transport);  // rather than the host's
+
 // The options with the transport that "auto" stands for: shm (for auto) and mpi go with the backend
 // cpu, nccl (for auto) and mpi-cuda with cuda. Another pair, or an option of another transport, is
 // a usage error.

@@ -54,11 +54,15 @@ Backend make_backend(const std::string& name, const World& world) {
   return backend;
 }
 
+bool moves_gpu_memory(const std::string& transport) {
+  return transport == "nccl" || transport == "mpi-cuda";
+}
+
 TransportOptions choose_transport(TransportOptions options, const std::string& backend) {
   const bool gpu = backend == "cuda";
   std::string& name = options.name;
   if (name == "auto") name = gpu ? "nccl" : "shm";
-  const bool of_gpus = name == "nccl" || name == "mpi-cuda";
+  const bool of_gpus = moves_gpu_memory(name);
   if (gpu && !of_gpus)
     fail_usage("transport {} moves memory of the CPU: backend cuda goes with nccl or mpi-cuda",
                name);

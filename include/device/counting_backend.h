@@ -8,6 +8,7 @@
 
 namespace qshard {
 
-Backend make_counting_backend();
+// has_host: the device is a GPU, whose host() has memory of its own.
+Backend make_counting_backend(bool has_host = false);
 
 }  // namespace qshard

@@ -25,6 +25,17 @@ enum class Segment : uint8_t {
 };
 std::string_view segment_name(Segment segment);
 
+// [Note: Queues]  A GPU works off three queues beside one another: operators, and copies from and
+// to memory of host(). Each keeps its own order; points order them across. The host enqueues and
+// does not wait. Where the device's memory is the host's, everything is done when a call returns.
+enum class Queue : uint8_t { operators, uploads, downloads };
+
+// A place in a queue, of Device::make_point(); must not outlive its Device.
+class QueuePoint {
+ public:
+  virtual ~QueuePoint() = default;
+};
+
 class Device {
  public:
   virtual ~Device() = default;
@@ -42,10 +53,24 @@ class Device {
   // this device itself where its memory is the host's, page-locked memory for a GPU.
   virtual Device& host() { return *this; }
   bool is_host() { return &host() == this; }
-  // Starts a copy to memory of host(). It reads what all operators so far write, and runs beside
-  // the later ones: those that change `from` come after a download_wait().
+  // Whether the host can use this memory in place.
+  virtual bool in_host_memory(const void* /*data*/) const { return true; }
+  // Starts a copy of memory of this device or of host() to memory of host(). It reads what all
+  // operators so far write, and runs beside the later ones: those that change `from` come after a
+  // download_wait(), or after order(Queue::downloads, Queue::operators).
   virtual void download_start(void* to, const void* from, size_t bytes) { copy(to, from, bytes); }
   virtual void download_wait() {}  // for all that were started; on any thread
+
+  // --- see [Note: Queues]
+  // Between memory of this device and of host(), or from host() to host().
+  virtual void copy_on(Queue, void* to, const void* from, size_t bytes) { copy(to, from, bytes); }
+  virtual std::unique_ptr<QueuePoint> make_point() { return std::make_unique<QueuePoint>(); }
+  virtual void set(QueuePoint& /*point*/, Queue) {}  // after all that the queue has so far
+  // What the queue gets later comes after the point; at once where that was never set.
+  virtual void hold(Queue, const QueuePoint& /*point*/) {}
+  // What `then` gets later comes after all that `first` has so far.
+  virtual void order(Queue /*first*/, Queue /*then*/) {}
+  virtual void wait_for_copies() {}  // the host waits until both queues of copies are empty
 
   // Bytes that all programs together can still allocate; for host memory, those of the machine or
   // of the control group that limits this process. 0: not known.

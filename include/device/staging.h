@@ -1,5 +1,6 @@
-// How the host reads and writes f32 values that a Device holds: in place where the memory is the
-// host's, otherwise through one page-locked buffer, as large as the largest piece asked for.
+// How the host reads and writes f32 values of a Device or of its host(): in place where the memory
+// is the host's, once copies under way have ended, otherwise through one page-locked buffer, as
+// large as the largest piece asked for.
 #pragma once
 
 #include <functional>

@@ -12,10 +12,12 @@
 // Per parameter i the unit holds, for this rank's rows only: the f32 master weight, AdamW's two
 // moments and the reduced gradient (views [rows·row_numel], padding excluded). With f32 parameters
 // the transport's shard is the master weight itself; otherwise it is the master rounded to
-// param_dtype.
+// param_dtype. With [Note: Offload] some of these views are of memory of the host: what works on
+// all states goes through visit_states().
 #pragma once
 
 #include <algorithm>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -25,6 +27,7 @@
 #include "fsdp/replica_sum.h"
 #include "fsdp/shard_layout.h"
 #include "fsdp/sharding.h"
+#include "fsdp/state_slots.h"
 
 namespace qshard {
 
@@ -48,12 +51,15 @@ struct FsdpOptions {
   bool reduce_every_microbatch = true;
   ActivationCheckpoint activation_checkpoint = ActivationCheckpoint::none;
   double gradient_divide_factor = 0;  // 0: the kept labels of a step
-  bool forward_only = false;  // no moments and no gradients: units only give their parameters
+  bool forward_only = false;       // no moments and no gradients: units only give their parameters
+  bool offload_optimizer = false;  // see [Note: Offload]
+  int64_t offload_piece = int64_t{4} << 20;  // elements of a state that come and go at once
 
   int forward_depth() const { return forward_prefetch < 0 ? prefetch : forward_prefetch; }
   int backward_depth() const { return backward_prefetch < 0 ? prefetch : backward_prefetch; }
   // Full buffers of layers' units that a transport needs.
   int full_buffers() const { return std::max(forward_depth(), backward_depth()) + 1; }
+  bool offloads() const { return offload_optimizer && !forward_only; }
   bool reshards_to_group() const { return reshard_after_forward && reshard_ranks > 0; }
   // A layer that stays gathered for long has a full buffer of its own.
   bool keeps_layers() const {
@@ -66,16 +72,18 @@ class Unit {
   enum class State : uint8_t { sharded, gathering, unsharded };
 
   // Registers itself with the transports; attach() after Sharding::finish_setup(). A unit with
-  // own_full_buffer never goes to a group.
+  // own_full_buffer never goes to a group. With options.offloads() attach() takes slots, which
+  // outlive the unit's use.
   Unit(const std::string& name, std::vector<ParamSpec> params, bool own_full_buffer,
        bool own_grad_buffer, const FsdpOptions& options, Sharding& sharding, Backend& backend);
   Unit(const Unit&) = delete;
   Unit& operator=(const Unit&) = delete;
-  void attach();
+  void attach(StateSlots* slots = nullptr);
 
   const std::string& name() const { return name_; }
   const UnitLayout& layout() const { return layout_; }
   int size() const { return layout_.size(); }
+  int64_t shard_elements() const;  // of all parameters, with padding
   State state() const { return state_; }
 
   void gather();   // starts the all-gather of all parameters as one batch; no-op unless sharded
@@ -102,6 +110,19 @@ class Unit {
   Tensor compute_shard(
       int i) const;  // param_dtype copy of master; empty when they are the same memory
 
+  // The states of a parameter, or of part of its rows, in memory of the device; in the order of
+  // its operators.
+  struct States {
+    int param;
+    int64_t first;  // element of this rank's rows with which they begin
+    Tensor master, exp_avg, exp_avg_sq, grad_shard, compute_shard;  // empty where there is none
+  };
+  // all_change: operators read and write all of them. With the others the moments are not to be
+  // touched.
+  enum class StateUse : uint8_t { all_change, master_is_read, master_is_written };
+  // Every element that this rank holds, once, in order.
+  void visit_states(StateUse use, const std::function<void(const States&)>& visit);
+
   void init_parameters(uint64_t seed, float std);  // a function of (seed, name, global index)
   void publish();          // after master was written: others may gather it (rounds nothing: see
                            // cast_to_compute)
@@ -110,6 +131,10 @@ class Unit {
  private:
   enum class Reduction : uint8_t { idle, scattering, summing, gathering };
   std::vector<Tensor> split(const Tensor& flat, bool true_rows_only) const;
+  States states(int i, int64_t first, int64_t last) const;
+  std::vector<Tensor> states_in_host(StateUse use) const;
+  void visit_piece(int64_t begin, std::span<const Tensor> piece,
+                   const std::function<void(const States&)>& visit) const;
   void keep_rows_of_group();
   Collectives& gatherer() const { return in_group_ ? *group_ : collectives_; }
   int gatherer_id() const { return in_group_ ? group_id_ : id_; }
@@ -133,6 +158,8 @@ class Unit {
   Reduction reduction_ = Reduction::idle;
   Buffer master_buffer_, exp_avg_buffer_, exp_avg_sq_buffer_, grad_buffer_;
   std::vector<Tensor> master_, exp_avg_, exp_avg_sq_, grad_shard_, grad_pieces_;
+  StateSlots* slots_ = nullptr;         // or null: all states are on the device
+  std::unique_ptr<QueuePoint> stored_;  // the last pieces are in the host's memory
 };
 
 }  // namespace qshard

@@ -54,6 +54,7 @@ class Qwen3Model {
   int layers_end(int unit) const {  // of a unit of layers, from 0
     return std::min((unit + 1) * layers_per_unit_, static_cast<int>(layers_.size()));
   }
+  std::unique_ptr<StateSlots> make_slots(const FsdpOptions& options);
   void run_forward(TokenBatch batch, bool backward_follows);
   void head(float weight, bool backward, Tensor loss_sum);
   void copy_in(TokenBatch batch);
@@ -68,6 +69,7 @@ class Qwen3Model {
   Ops& ops_;
   std::unique_ptr<Unit> root_;
   std::vector<std::unique_ptr<Unit>> units_;  // of the layers
+  std::unique_ptr<StateSlots> slots_;         // after the units: waits for copies of their states
   std::vector<LayerWeights> layers_;
   std::unique_ptr<Prefetch> prefetch_;
   std::vector<LayerActivations> activations_;

@@ -33,7 +33,7 @@ class Checkpointer {
 
   // Collective. Waits for an earlier save in the background. With async it returns once the copy to
   // host memory is made or, from a GPU, started: that runs beside the next step up to its update
-  // (Engine::update waits for it). Weights or moments that are not finite are refused (see
+  // (Engine::update comes after it). Weights or moments that are not finite are refused (see
   // save_checkpoint): they never replace good ones.
   void save(const CheckpointState& state);
   // Waits for a save in the background; its failure is an AgreedError. Collective.

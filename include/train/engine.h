@@ -60,7 +60,8 @@ class Engine {
   StepResult step(const std::vector<TokenBatch>& micro_batches, double lr);
   // Parts of step(), for callers that look at the gradient before the update.
   StepResult compute_gradients(const std::vector<TokenBatch>& micro_batches);
-  void update(const StepResult& result, double lr);  // after a download_wait() of the device
+  // Copies to the host that were started before it are those of the weights before it.
+  void update(const StepResult& result, double lr);
 
   // Mean loss over all kept labels of all ranks, 0 without any; every rank passes the same number
   // of batches. A loss that is not finite throws an AgreedError.

@@ -21,6 +21,12 @@ constexpr std::array kSegments = {Segment::shards,       Segment::moments,     S
 using SegmentBytes = std::array<int64_t, kSegments.size()>;
 SegmentBytes bytes_held(const Device& device);
 
+// Of a rank, by segment. host: memory of Device::host() that offloaded states take.
+struct MemoryUse {
+  SegmentBytes device{}, host{};
+};
+MemoryUse memory_use(Device& device);
+
 struct PlanRequest {
   Qwen3Config config;
   FsdpOptions fsdp;
@@ -33,19 +39,19 @@ struct PlanRequest {
 // Of one rank. All memory of a run is allocated before its first step, except for the operators'
 // scratch (a few MB on CPUs).
 struct Plan {
-  SegmentBytes bytes{};     // by segment
+  MemoryUse memory;
   Traffic traffic;          // of a step
   std::vector<Span> spans;  // of a step, in order; their times mean nothing
 
-  int64_t total() const;
-  int64_t operator[](Segment segment) const { return bytes[static_cast<size_t>(segment)]; }
+  int64_t total() const;       // on the device
+  int64_t host_total() const;  // offloaded; an update reads and writes it once
+  int64_t operator[](Segment segment) const { return memory.device[static_cast<size_t>(segment)]; }
 };
 
 Plan plan_step(const PlanRequest& request);
 
 // As lines of text: by segment what a rank and a node need, and with `measured`, what the rank that
 // held most has held.
-std::string memory_table(const Plan& plan, int ranks_per_node,
-                         const SegmentBytes* measured = nullptr);
+std::string memory_table(const Plan& plan, int ranks_per_node, const MemoryUse* measured = nullptr);
 
 }  // namespace qshard

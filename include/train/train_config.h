@@ -45,7 +45,7 @@ struct TrainConfig {
   TrainOptions train;
   AdamWOptions adamw;
   GradScalerOptions grad_scaler;
-  std::string decay = "matrices";
+  std::string decay = "matrices", offload = "none";
   ScheduleOptions schedule;
   FsdpOptions fsdp;
   CheckpointOptions checkpoint;

@@ -48,6 +48,7 @@ class Trainer {
   void make_engine();
   void plan_memory();
   int64_t own_host_bytes(const PlanRequest& request) const;
+  int64_t snapshot_bytes(const PlanRequest& request) const;  // of checkpoint.async
   int64_t evaluation_samples() const;
   void report_memory() const;
   Trace* trace() { return traced_ ? &traced_->trace : nullptr; }

@@ -5,8 +5,8 @@
 #include <cstring>
 
 #include "cpu/backend_cpu.h"
-#include "cpu/host_memory.h"
 #include "cpu/ops_cpu.h"
+#include "device/host_memory.h"
 
 namespace qshard {
 namespace {

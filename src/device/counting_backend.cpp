@@ -9,7 +9,11 @@ constexpr uintptr_t kFirst = uintptr_t{1} << 60;  // above all that the host can
 
 class CountingDevice final : public Device {
  public:
+  explicit CountingDevice(bool has_host) {
+    if (has_host) host_ = std::make_unique<CountingDevice>(false);
+  }
   std::string name() const override { return "planned"; }
+  Device& host() override { return host_ ? *host_ : *this; }
   void* allocate(size_t bytes) override {
     const uintptr_t address = next_;
     next_ += (bytes + 63) / 64 * 64;
@@ -22,6 +26,7 @@ class CountingDevice final : public Device {
   void zero(void*, size_t) override {}
 
  private:
+  std::unique_ptr<CountingDevice> host_;
   uintptr_t next_ = kFirst;
 };
 
@@ -58,9 +63,9 @@ class CountingOps final : public Ops {
 
 }  // namespace
 
-Backend make_counting_backend() {
+Backend make_counting_backend(bool has_host) {
   Backend backend;
-  backend.device = std::make_unique<CountingDevice>();
+  backend.device = std::make_unique<CountingDevice>(has_host);
   backend.ops = std::make_unique<CountingOps>();
   return backend;
 }

@@ -23,6 +23,10 @@ float* Staging::room(int64_t n) {
 std::span<const float> Staging::read(const Tensor& t) {
   const std::span<float> values = values_of(t);
   if (!device_ || values.empty()) return values;
+  if (device_->in_host_memory(values.data())) {
+    device_->wait_for_copies();
+    return values;
+  }
   float* const here = room(t.numel());
   device_->copy(here, values.data(), values.size_bytes());
   return {here, values.size()};
@@ -31,6 +35,10 @@ std::span<const float> Staging::read(const Tensor& t) {
 void Staging::write(const Tensor& t, const std::function<void(std::span<float>)>& fill) {
   const std::span<float> values = values_of(t);
   if (!device_ || values.empty()) return fill(values);
+  if (device_->in_host_memory(values.data())) {
+    device_->wait_for_copies();
+    return fill(values);
+  }
   float* const here = room(t.numel());
   fill({here, values.size()});
   device_->copy(values.data(), here, values.size_bytes());

@@ -38,11 +38,9 @@ Unit::Unit(const std::string& name, std::vector<ParamSpec> params, bool own_full
                 own_full_buffer,
                 own_grad_buffer};
   id_ = collectives_.add_unit(spec);
-  int64_t elements = 0;
-  for (const Piece& piece : spec.pieces) elements += piece.count;
   if (sharding.replica_sums)
-    replica_sum_.emplace(name, elements, options.reduce_dtype, sharding.mesh->replicas().size(),
-                         backend, *sharding.replica_sums);
+    replica_sum_.emplace(name, shard_elements(), options.reduce_dtype,
+                         sharding.mesh->replicas().size(), backend, *sharding.replica_sums);
   if (!group_) return;
   for (Piece& piece : spec.pieces) piece.count *= world_.size() / sharding.mesh->group().size();
   spec.own_full_buffer = !options.reshard_after_backward;
@@ -64,16 +62,25 @@ std::vector<Tensor> Unit::split(const Tensor& flat, bool true_rows_only) const {
   return views;
 }
 
-void Unit::attach() {
+int64_t Unit::shard_elements() const {
   int64_t count = 0;
   for (const Piece& piece : layout_.pieces()) count += piece.count;
-  auto allocate = [&](Segment segment, const char* what) {
-    return Buffer(*backend_.device, DType::f32, {count}, segment, name_ + " " + what);
+  return count;
+}
+
+void Unit::attach(StateSlots* slots) {
+  QS_CHECK(options_.offloads() == (slots != nullptr), "unit {}: offloading goes with slots", name_);
+  Device& device = *backend_.device;
+  Device& home = slots ? device.host() : device;  // of the optimizer's states
+  slots_ = slots;
+  stored_ = device.make_point();
+  auto allocate = [&](Device& where, Segment segment, const char* what) {
+    return Buffer(where, DType::f32, {shard_elements()}, segment, name_ + " " + what);
   };
   if (!options_.forward_only) {
-    exp_avg_buffer_ = allocate(Segment::moments, "exp_avg");
-    exp_avg_sq_buffer_ = allocate(Segment::moments, "exp_avg_sq");
-    grad_buffer_ = allocate(Segment::gradients, "gradient shard");
+    exp_avg_buffer_ = allocate(home, Segment::moments, "exp_avg");
+    exp_avg_sq_buffer_ = allocate(home, Segment::moments, "exp_avg_sq");
+    grad_buffer_ = allocate(device, Segment::gradients, "gradient shard");
     exp_avg_ = split(exp_avg_buffer_, true);
     exp_avg_sq_ = split(exp_avg_sq_buffer_, true);
     grad_shard_ = split(grad_buffer_, true);
@@ -81,7 +88,7 @@ void Unit::attach() {
     if (replica_sum_) replica_sum_->attach();
   }
   if (options_.param_dtype != DType::f32) {
-    master_buffer_ = allocate(Segment::shards, "master weights");
+    master_buffer_ = allocate(home, Segment::shards, "master weights");
     master_ = split(master_buffer_, true);
   } else {
     for (int i = 0; i < size(); ++i)
@@ -191,26 +198,81 @@ Tensor Unit::compute_shard(int i) const {
   return collectives_.shard(id_, i).row_range(0, layout_[i].numel_of(world_.rank()));
 }
 
-void Unit::init_parameters(uint64_t seed, float std) {
-  for (int i = 0; i < size(); ++i) {
-    const ParamSpec& spec = layout_.params()[i];
-    if (master_[i].numel() == 0) continue;
-    if (spec.init == Init::ones) {
-      backend_.ops->fill(master_[i], 1.0f);
-      continue;
-    }
-    const uint64_t stream = XXH3_64bits(spec.name.data(), spec.name.size());
-    const int64_t first = rows(i).begin * layout_[i].row_numel;
-    backend_.ops->init_normal(master_[i], seed, stream, first, std);
+Unit::States Unit::states(int i, int64_t first, int64_t last) const {
+  const auto part = [&](const Tensor& t) { return t ? t.row_range(first, last) : t; };
+  States s{i, first, part(master_[i]), {}, {}, {}, part(compute_shard(i))};
+  if (options_.forward_only) return s;
+  s.exp_avg = part(exp_avg_[i]);
+  s.exp_avg_sq = part(exp_avg_sq_[i]);
+  s.grad_shard = part(grad_shard_[i]);
+  return s;
+}
+
+// Flat, and in the order in which visit_piece() takes their pieces.
+std::vector<Tensor> Unit::states_in_host(StateUse use) const {
+  std::vector<Tensor> host;
+  if (!slots_) return host;
+  if (master_buffer_.tensor()) host.push_back(master_buffer_);
+  if (use != StateUse::all_change) return host;
+  host.push_back(exp_avg_buffer_);
+  host.push_back(exp_avg_sq_buffer_);
+  return host;
+}
+
+// Visits what [begin, begin + n) of the flat shard has of each parameter. piece: these elements of
+// states_in_host(), on the device.
+void Unit::visit_piece(int64_t begin, std::span<const Tensor> piece,
+                       const std::function<void(const States&)>& visit) const {
+  const int64_t end = begin + piece.front().numel();
+  int64_t at = 0;
+  for (int i = 0; i < size(); at += layout_[i++].piece().count) {
+    const int64_t from = std::max(begin, at);
+    const int64_t to = std::min(end, at + master_[i].numel());
+    if (from >= to) continue;
+    States s = states(i, from - at, to - at);
+    size_t next = 0;
+    if (master_buffer_.tensor()) s.master = piece[next++].row_range(from - begin, to - begin);
+    for (Tensor* moment : {&s.exp_avg, &s.exp_avg_sq})
+      *moment = next < piece.size() ? piece[next++].row_range(from - begin, to - begin) : Tensor();
+    visit(s);
   }
+}
+
+void Unit::visit_states(StateUse use, const std::function<void(const States&)>& visit) {
+  const std::vector<Tensor> host = states_in_host(use);
+  if (host.empty()) {
+    for (int i = 0; i < size(); ++i)
+      if (const int64_t n = master_[i].numel()) visit(states(i, 0, n));
+    return;
+  }
+  Device& device = *backend_.device;
+  const bool fetches = use != StateUse::master_is_written;
+  const bool stores = use != StateUse::master_is_read;
+  device.hold(Queue::uploads, *stored_);
+  for (int64_t begin = 0; begin < shard_elements(); begin += slots_->elements()) {
+    const int64_t n = std::min(slots_->elements(), shard_elements() - begin);
+    visit_piece(begin, slots_->take(host, begin, n, fetches), visit);
+    slots_->give_back(stores);
+  }
+  if (stores) device.set(*stored_, Queue::downloads);
+}
+
+void Unit::init_parameters(uint64_t seed, float std) {
+  visit_states(StateUse::master_is_written, [&](const States& s) {
+    const ParamSpec& spec = layout_.params()[s.param];
+    if (spec.init == Init::ones) return backend_.ops->fill(s.master, 1.0f);
+    const uint64_t stream = XXH3_64bits(spec.name.data(), spec.name.size());
+    const int64_t first = rows(s.param).begin * layout_[s.param].row_numel + s.first;
+    backend_.ops->init_normal(s.master, seed, stream, first, std);
+  });
   cast_to_compute();
   publish();
 }
 
 void Unit::cast_to_compute() {
-  for (int i = 0; i < size(); ++i)
-    if (Tensor shard = compute_shard(i); shard && shard.numel())
-      backend_.ops->cast(master_[i], shard);
+  if (options_.param_dtype == DType::f32) return;
+  visit_states(StateUse::master_is_read,
+               [&](const States& s) { backend_.ops->cast(s.master, s.compute_shard); });
 }
 
 void Unit::publish() { collectives_.publish(id_); }

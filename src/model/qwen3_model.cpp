@@ -73,8 +73,16 @@ void Qwen3Model::make_units(const FsdpOptions& options, Sharding& sharding) {
           {layers_name(l, l + 1), *order.back(), static_cast<int>(l - first) * kLayerParams});
   }
   sharding.finish_setup();
-  for (int i = 0; i < num_units(); ++i) unit(i).attach();
+  if (options.offloads()) slots_ = make_slots(options);
+  for (int i = 0; i < num_units(); ++i) unit(i).attach(slots_.get());
   prefetch_ = std::make_unique<Prefetch>(*root_, order, options);
+}
+
+std::unique_ptr<StateSlots> Qwen3Model::make_slots(const FsdpOptions& options) {
+  int64_t largest = 1;
+  for (int i = 0; i < num_units(); ++i) largest = std::max(largest, unit(i).shard_elements());
+  const int states = options.param_dtype == DType::f32 ? 2 : 3;  // moments, and the master weights
+  return std::make_unique<StateSlots>(backend_, states, std::min(options.offload_piece, largest));
 }
 
 void Qwen3Model::init_parameters(uint64_t seed) {

@@ -16,19 +16,17 @@ float clip_factor(double grad_norm, double clip) {
 void adamw_update(Unit& unit, Ops& ops, const AdamWOptions& o, double lr, int64_t step,
                   float grad_scale) {
   ops.mark(unit.name(), "optimizer", "AdamW");
-  for (int i = 0; i < unit.size(); ++i) {
-    if (unit.master(i).numel() == 0) continue;
-    const bool decays = unit.layout().params()[i].is_matrix() || !o.decay_matrices_only;
-    const AdamWStep s{static_cast<float>(lr),
-                      static_cast<float>(o.beta1),
-                      static_cast<float>(o.beta2),
-                      static_cast<float>(o.eps),
-                      decays ? static_cast<float>(o.weight_decay) : 0.0f,
-                      step,
-                      grad_scale};
-    ops.adamw(unit.master(i), unit.grad_shard(i), unit.exp_avg(i), unit.exp_avg_sq(i),
-              unit.compute_shard(i), s);
-  }
+  unit.visit_states(Unit::StateUse::all_change, [&](const Unit::States& s) {
+    const bool decays = unit.layout().params()[s.param].is_matrix() || !o.decay_matrices_only;
+    const AdamWStep adamw{static_cast<float>(lr),
+                          static_cast<float>(o.beta1),
+                          static_cast<float>(o.beta2),
+                          static_cast<float>(o.eps),
+                          decays ? static_cast<float>(o.weight_decay) : 0.0f,
+                          step,
+                          grad_scale};
+    ops.adamw(s.master, s.grad_shard, s.exp_avg, s.exp_avg_sq, s.compute_shard, adamw);
+  });
   unit.publish();
 }
 

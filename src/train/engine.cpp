@@ -44,6 +44,11 @@ MeshShape choose_shape(const FsdpOptions& fsdp, const std::vector<int>& nodes,
                        const std::string& transport) {
   MeshShape shape = choose_mesh(fsdp.mesh, nodes);
   shape.group = choose_group(fsdp, shape.shards, transport);
+  if (fsdp.offload_optimizer && !moves_gpu_memory(transport))
+    fail_usage(
+        "fsdp.offload optimizer takes states from a GPU's memory to the host's; with the transport "
+        "{} they are in the host's memory already. Leave it none, or device.backend cuda",
+        transport);
   return shape;
 }
 
@@ -166,23 +171,26 @@ std::string Engine::find_cause(double own_loss) const {
 
 // Name of the first parameter of which this rank's rows hold a value that is not finite; or "".
 std::string Engine::bad_parameter() const {
+  std::string name;
   for (int u = 0; u < model_->num_units(); ++u) {
-    const Unit& unit = model_->unit(u);
-    for (int i = 0; i < unit.size(); ++i) {
+    Unit& unit = model_->unit(u);
+    unit.visit_states(Unit::StateUse::master_is_read, [&](const Unit::States& s) {
+      if (!name.empty()) return;
       zero_sums();
-      backend_.ops->add_sum_squares(unit.master(i), grad_sum());
-      if (!std::isfinite(read_sums().grad_squares)) return unit.layout().params()[i].name;
-    }
+      backend_.ops->add_sum_squares(s.master, grad_sum());
+      if (!std::isfinite(read_sums().grad_squares)) name = unit.layout().params()[s.param].name;
+    });
   }
-  return "";
+  return name;
 }
 
 void Engine::update(const StepResult& result, double lr) {
   ++steps_done_;
   if (scaler_ && result.kept > 0) scaler_->update(result.overflow);
   if (!result.updated) return;
-  ++updates_;                        // what AdamW's bias correction counts
-  backend_.device->download_wait();  // a snapshot may still be read from the weights
+  ++updates_;  // what AdamW's bias correction counts
+  // A snapshot may still be read from the weights.
+  backend_.device->order(Queue::downloads, Queue::operators);
   const float scale = clip_factor(result.grad_norm, adamw_.clip);
   for (int u = 0; u < model_->num_units(); ++u)
     adamw_update(model_->unit(u), *backend_.ops, adamw_, lr, updates_, scale);

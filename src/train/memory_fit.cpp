@@ -1,7 +1,6 @@
 #include "train/memory_fit.h"
 
-#include <limits>
-
+#include "backends.h"
 #include "train/metrics.h"
 
 namespace qshard {
@@ -12,31 +11,41 @@ constexpr ActivationCheckpoint kModes[] = {
 
 std::string gb(int64_t bytes) { return human_bytes(static_cast<double>(bytes)); }
 
-int64_t needed(const PlanRequest& request, int64_t others) {
-  return plan_step(request).total() + others;
+bool host_fits(const Plan& plan, const MemoryOptions& options) {
+  return plan.host_total() == 0 || plan.host_total() + options.host_others <= options.host_budget;
 }
 
 // The options of the first change that fits: one layer a unit, more activation checkpointing, then
-// smaller micro-batches, then more ranks; or an empty text.
-std::string nearest_fit(PlanRequest request, int64_t others, int64_t budget) {
+// offloading (of a GPU), then smaller micro-batches, then more ranks; or an empty text.
+std::string nearest_fit(PlanRequest request, const MemoryOptions& options, int64_t budget) {
   const ActivationCheckpoint given = request.fsdp.activation_checkpoint;
   const PlanRequest first = request;
   request.fsdp.layers_per_unit = 1;
-  auto attempt = [&]() -> std::string {
+  auto attempt_checkpointing = [&]() -> std::string {
     for (const ActivationCheckpoint mode : kModes) {
       if (mode < given) continue;
       request.fsdp.activation_checkpoint = mode;
-      const int64_t bytes = needed(request, others);
-      if (bytes > budget) continue;
+      const Plan plan = plan_step(request);
+      const int64_t bytes = plan.total() + options.others;
+      if (bytes > budget || !host_fits(plan, options)) continue;
       std::string text;
       if (first.fsdp.layers_per_unit > 1) text += "--fsdp.layers_per_unit 1 ";
       if (mode != given)
         text += fmt::format("--train.activation_checkpoint {} ", activation_checkpoint_name(mode));
+      if (request.fsdp.offload_optimizer != first.fsdp.offload_optimizer)
+        text += "--fsdp.offload optimizer ";
       if (request.B != first.B) text += fmt::format("--train.micro_batch {} ", request.B);
       if (request.ranks != first.ranks) text += fmt::format("on {} ranks ", request.ranks);
       return fmt::format("{}({} a rank)", text, gb(bytes));
     }
     return "";
+  };
+  auto attempt = [&] {
+    request.fsdp.offload_optimizer = first.fsdp.offload_optimizer;
+    const std::string found = attempt_checkpointing();
+    if (!found.empty() || !moves_gpu_memory(request.transport)) return found;
+    request.fsdp.offload_optimizer = true;
+    return attempt_checkpointing();
   };
   for (; request.B >= 1; request.B /= 2) {
     if (request.B * (first.B / request.B) != first.B) break;  // the global batch stays
@@ -48,6 +57,18 @@ std::string nearest_fit(PlanRequest request, int64_t others, int64_t budget) {
   for (request.ranks *= 2; request.ranks <= 1 << 14; request.ranks *= 2)
     if (const std::string found = attempt(); !found.empty()) return found;
   return "";
+}
+
+[[noreturn]] void fail_host(const Plan& plan, const MemoryOptions& options, int ranks_per_node) {
+  const std::string copy = options.host_others > 0
+                               ? fmt::format(", {} with the copies that checkpoint.async makes",
+                                             gb(plan.host_total() + options.host_others))
+                               : "";
+  fail_usage(
+      "fsdp.offload optimizer needs {} of the host's memory a rank{}, {} are there (what is free "
+      "now, shared by the ranks). Use more ranks{}, or --fsdp.offload none\n{}",
+      gb(plan.host_total()), copy, gb(options.host_budget),
+      copy.empty() ? "" : ", or --checkpoint.async false", memory_table(plan, ranks_per_node));
 }
 
 }  // namespace
@@ -69,11 +90,12 @@ Plan fit_memory(PlanRequest& request, const MemoryOptions& options, int64_t budg
   for (const ActivationCheckpoint mode : kModes) {
     if (options.choose_checkpoint) request.fsdp.activation_checkpoint = mode;
     plan = plan_step(request);
-    plan.bytes[static_cast<size_t>(Segment::workspace)] += options.others;
+    plan.memory.device[static_cast<size_t>(Segment::workspace)] += options.others;
+    if (!host_fits(plan, options)) fail_host(plan, options, request.ranks_per_node);
     if (plan.total() <= budget) return plan;
     if (!options.choose_checkpoint) break;
   }
-  const std::string nearest = nearest_fit(request, options.others, budget);
+  const std::string nearest = nearest_fit(request, options, budget);
   fail_usage("this run needs {} a rank, {} are there ({}). {}\n{}", gb(plan.total()), gb(budget),
              options.limit_gb > 0 ? "train.memory_gb" : "what is free now, shared by the ranks",
              nearest.empty() ? "No setting of activation checkpointing, micro-batch or ranks fits"

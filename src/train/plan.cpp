@@ -2,6 +2,7 @@
 
 #include <numeric>
 
+#include "backends.h"
 #include "comm/counting_collectives.h"
 #include "comm/traced_collectives.h"
 #include "device/counting_backend.h"
@@ -26,11 +27,20 @@ SegmentBytes bytes_held(const Device& device) {
   return bytes;
 }
 
-int64_t Plan::total() const { return sum_of(bytes); }
+MemoryUse memory_use(Device& device) {
+  MemoryUse use{bytes_held(device), {}};
+  if (device.is_host()) return use;
+  for (const Segment segment : {Segment::shards, Segment::moments})
+    use.host[static_cast<size_t>(segment)] = device.host().bytes_held(segment);
+  return use;
+}
+
+int64_t Plan::total() const { return sum_of(memory.device); }
+int64_t Plan::host_total() const { return sum_of(memory.host); }
 
 Plan plan_step(const PlanRequest& r) {
   const auto world = World::imagined(r.ranks, r.ranks_per_node);
-  Backend backend = make_counting_backend();
+  Backend backend = make_counting_backend(moves_gpu_memory(r.transport));
   Trace trace;
   const TracedBackend traced(backend, trace);
   std::vector<int> nodes;
@@ -45,7 +55,7 @@ Plan plan_step(const PlanRequest& r) {
   Engine engine(r.config, r.fsdp, adamw, std::move(sharding), r.B, r.T, backend);
   Qwen3Model& model = engine.model();
   Plan plan;
-  plan.bytes = bytes_held(*backend.device);
+  plan.memory = memory_use(*backend.device);
 
   const Buffer sums(*backend.device, DType::f64, {1}, Segment::workspace, "sums");
   for (int64_t a = 0; a < r.accumulation; ++a)
@@ -57,7 +67,7 @@ Plan plan_step(const PlanRequest& r) {
   return plan;
 }
 
-std::string memory_table(const Plan& plan, int ranks_per_node, const SegmentBytes* measured) {
+std::string memory_table(const Plan& plan, int ranks_per_node, const MemoryUse* measured) {
   auto line = [&](std::string_view name, int64_t planned, int64_t found) {
     auto gb = [](int64_t bytes) { return human_bytes(static_cast<double>(bytes)); };
     const std::string text =
@@ -71,8 +81,14 @@ std::string memory_table(const Plan& plan, int ranks_per_node, const SegmentByte
   text += measured ? fmt::format("{:>12}{:>11}\n", "measured", "off by") : "\n";
   for (const Segment segment : kSegments)
     text += line(segment_name(segment), plan[segment],
-                 measured ? (*measured)[static_cast<size_t>(segment)] : 0);
-  text += line("total", plan.total(), measured ? sum_of(*measured) : 0);
+                 measured ? measured->device[static_cast<size_t>(segment)] : 0);
+  text += line("total", plan.total(), measured ? sum_of(measured->device) : 0);
+  for (const Segment segment : kSegments) {
+    const auto s = static_cast<size_t>(segment);
+    if (plan.memory.host[s] > 0)
+      text += line(fmt::format("host {}", segment_name(segment)), plan.memory.host[s],
+                   measured ? measured->host[s] : 0);
+  }
   text.pop_back();
   return text;
 }

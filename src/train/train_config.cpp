@@ -175,6 +175,11 @@ void TrainConfig::describe(OptionTable& t) {
       .unit("units");
   t.add("fsdp.reduce_every_microbatch", fsdp.reduce_every_microbatch,
         "false: keep full gradients and reduce-scatter at a step's last micro-batch only");
+  t.add("fsdp.offload", offload,
+        "optimizer: f32 master weights (if parameters are 16 bits wide) and both moments are in "
+        "page-locked memory of the host; the update takes them through the GPU in pieces. GPUs "
+        "only; the results are the same bits")
+      .one_of({"none", "optimizer"});
   t.add("fsdp.gradient_divide_factor", fsdp.gradient_divide_factor,
         "what divides a step's gradient, summed over all kept labels of all ranks; 0: their number")
       .at_least(0);
@@ -232,6 +237,7 @@ void TrainConfig::finish(int ranks) {
   if (train.activation_checkpoint != "auto")
     fsdp.activation_checkpoint = parse_activation_checkpoint(train.activation_checkpoint);
   adamw.decay_matrices_only = decay == "matrices";
+  fsdp.offload_optimizer = offload == "optimizer";
   schedule.total_steps = train.steps;
   if (data.train.empty())
     fail_usage("data.train is not set: name a token file (`qshard data tokenize` makes one)");
@@ -314,6 +320,7 @@ ConfigChanges compare_runs(const nlohmann::json& saved, const nlohmann::json& no
                                                    "/fsdp/forward_prefetch",
                                                    "/fsdp/backward_prefetch",
                                                    "/fsdp/reduce_every_microbatch",
+                                                   "/fsdp/offload",
                                                    "/comm",
                                                    "/device",
                                                    "/checkpoint",

@@ -97,8 +97,14 @@ int64_t Trainer::own_host_bytes(const PlanRequest& request) const {
   int64_t batches = request.accumulation;
   if (val_file_) batches += (evaluation_samples() + batch - 1) / batch;
   const int64_t tokens = 2 * batches * request.B * request.T * int64_t{sizeof(int32_t)};
-  const bool copies = config_.checkpoint.async;
-  return tokens + (copies ? plan_step(request)[Segment::moments] / 2 * 3 : 0);
+  return tokens + snapshot_bytes(request);
+}
+
+int64_t Trainer::snapshot_bytes(const PlanRequest& request) const {
+  if (!config_.checkpoint.async) return 0;
+  const auto moments = static_cast<size_t>(Segment::moments);
+  const MemoryUse memory = plan_step(request).memory;
+  return (memory.device[moments] + memory.host[moments]) / 2 * 3;
 }
 
 // Sets plan_, and the activation checkpointing if it is to be chosen.
@@ -112,10 +118,17 @@ void Trainer::plan_memory() {
                       t.micro_batch,
                       t.seq,
                       config_.accumulation(world_.size())};
-  const MemoryOptions options{t.memory_gb, t.activation_checkpoint == "auto",
-                              backend_.device->is_host() ? own_host_bytes(request) : 0};
-  const int64_t budget = memory_budget(world_, *backend_.device, t.memory_gb);
-  collectively(world_, [&] { plan_ = fit_memory(request, options, budget); });
+  MemoryOptions options{t.memory_gb, t.activation_checkpoint == "auto"};
+  Device& device = *backend_.device;
+  const int64_t budget = memory_budget(world_, device, t.memory_gb);
+  if (!device.is_host()) options.host_budget = memory_budget(world_, device.host(), 0);
+  collectively(world_, [&] {
+    if (device.is_host())
+      options.others = own_host_bytes(request);
+    else
+      options.host_others = snapshot_bytes(request);
+    plan_ = fit_memory(request, options, budget);
+  });
   config_.fsdp = request.fsdp;
 }
 
@@ -418,10 +431,12 @@ int Trainer::run() {
 
 // The largest of all ranks by segment.
 void Trainer::report_memory() const {
-  SegmentBytes largest = bytes_held(*backend_.device);
-  std::vector<double> values(largest.begin(), largest.end());
-  world_.all_reduce_max(values.data(), static_cast<int>(values.size()));
-  std::copy(values.begin(), values.end(), largest.begin());
+  MemoryUse largest = memory_use(*backend_.device);
+  for (SegmentBytes* bytes : {&largest.device, &largest.host}) {
+    std::vector<double> values(bytes->begin(), bytes->end());
+    world_.all_reduce_max(values.data(), static_cast<int>(values.size()));
+    std::copy(values.begin(), values.end(), bytes->begin());
+  }
   if (world_.rank() == 0) say("memory\n{}", memory_table(plan_, world_.node_size(), &largest));
 }
 

@@ -1,7 +1,8 @@
-// The training step on a GPU: how often the host waits for it.
+// The training step on a GPU: how often the host waits for it, and its states in the host's memory.
 #include "../cudasim/src/scheduler.h"
 #include "../mpi/tiny_model.h"
 #include "cuda_ops_reference.h"
+#include "train/plan.h"
 
 namespace qshard {
 namespace {
@@ -60,6 +61,92 @@ TEST_P(CudaEngine, AStepAndAnEvaluationWaitOnce) {
   EXPECT_GT(most_waits([&] { engine.step(pageable, run.lr); }), 2);
 }
 
+// Pieces so small that a unit has many, and that cut through parameters at any element.
+TinyRun offloaded(TinyRun run) {
+  run.fsdp.offload_optimizer = true;
+  run.fsdp.offload_piece = 997;
+  return run;
+}
+
+TEST_P(CudaEngine, AStepWithOffloadedStatesWaitsOnce) {
+  TinyRun run;
+  run.fsdp.param_dtype = GetParam();
+  run = offloaded(run);
+  Engine engine = make_engine(run);
+  const GlobalBatch batch(0, run.B, run.T, run.config.vocab_size);
+  const PinnedTokens tokens(batch);
+  engine.step({tokens.batch()}, run.lr);
+  EXPECT_EQ(most_waits([&] { engine.step({tokens.batch()}, run.lr); }), 1);
+}
+
+std::vector<float> values_of(const Tensor& t) {
+  std::vector<float> values(t.numel());
+  cuda_backend().device->copy(values.data(), t.data, t.bytes());
+  return values;
+}
+
+// Losses and norms of some steps, then every state and the rows that are gathered next.
+std::vector<std::vector<float>> outcome_of(const TinyRun& run) {
+  Engine engine = make_engine(run);
+  std::vector<std::vector<float>> values(1);
+  for (const GlobalBatch& batch : some_batches(run, 3, run.B * test_world().size())) {
+    const StepResult r = engine.step(deal(batch, run.B, Deal::split), run.lr);
+    values[0].push_back(static_cast<float>(r.loss));
+    values[0].push_back(static_cast<float>(r.grad_norm));
+  }
+  values.emplace_back();
+  const GlobalBatch next(3, run.B, run.T, run.config.vocab_size);
+  values[1].push_back(static_cast<float>(engine.evaluate({next.from(0)})));
+  for (int u = 0; u < engine.model().num_units(); ++u) {
+    const Unit& unit = engine.model().unit(u);
+    for (int i = 0; i < unit.size(); ++i)
+      for (const Tensor& t : {unit.master(i), unit.exp_avg(i), unit.exp_avg_sq(i)})
+        values.push_back(values_of(t));
+  }
+  return values;
+}
+
+TEST_P(CudaEngine, OffloadedStatesGiveTheSameBits) {
+  TinyRun run;
+  run.fsdp.param_dtype = GetParam();
+  const auto expected = outcome_of(run);
+  for (const int64_t elements : {int64_t{997}, FsdpOptions{}.offload_piece}) {
+    TinyRun offload = offloaded(run);
+    offload.fsdp.offload_piece = elements;
+    const auto found = outcome_of(offload);
+    ASSERT_EQ(found.size(), expected.size());
+    for (size_t i = 0; i < found.size(); ++i) {
+      ASSERT_EQ(found[i].size(), expected[i].size());
+      EXPECT_EQ(std::memcmp(found[i].data(), expected[i].data(), found[i].size() * 4), 0)
+          << "values " << i << ", pieces of " << elements << ", expected the same bits";
+    }
+  }
+}
+
+// Byte for byte; the operators' scratch is no part of a plan.
+TEST_P(CudaEngine, MemoryIsAsPlanned) {
+  Device& device = *cuda_backend().device;
+  for (const bool offload : {false, true}) {
+    TinyRun run;
+    run.fsdp.param_dtype = GetParam();
+    run.transport = "nccl";
+    if (offload) run = offloaded(run);
+    const MemoryUse before = memory_use(device);
+    const Engine engine = make_engine(run);
+    const MemoryUse after = memory_use(device);
+    const Plan plan = plan_step({run.config, run.fsdp, run.transport, test_world().size(),
+                                 test_world().node_size(), run.B, run.T, 1});
+    for (const Segment segment : kSegments) {
+      const auto s = static_cast<size_t>(segment);
+      EXPECT_EQ(after.device[s] - before.device[s], plan.memory.device[s])
+          << segment_name(segment) << ", offloaded: " << offload;
+      EXPECT_EQ(after.host[s] - before.host[s], plan.memory.host[s])
+          << "host " << segment_name(segment) << ", offloaded: " << offload;
+    }
+    EXPECT_EQ(plan.host_total() > 0, offload);
+  }
+}
+
 TEST_P(CudaEngine, LossIsThatOfTheCpu) {
   TinyRun run;
   run.fsdp.param_dtype = GetParam();
@@ -80,22 +167,26 @@ TEST_P(CudaEngine, LossIsThatOfTheCpu) {
 // A save in the background reads the weights while the next step is computed. Here the update comes
 // at once, so that the simulator draws which of both would be first.
 TEST_P(CudaEngine, AnUpdateWaitsForDownloads) {
-  TinyRun run;
-  run.fsdp.param_dtype = GetParam();
-  Engine engine = make_engine(run);
-  Device& device = *cuda_backend().device;
-  const GlobalBatch batch(0, run.B, run.T, run.config.vocab_size);
-  const Tensor weight = engine.model().unit(0).master(0);
-  const Buffer copy(device.host(), DType::f32, weight.shape, Segment::workspace, "copy");
-  for (int i = 0; i < 6; ++i) {
-    const StepResult result = engine.compute_gradients({batch.from(0)});
-    std::vector<float> before(weight.numel());
-    device.copy(before.data(), weight.data, weight.bytes());
-    device.download_start(copy->data, weight.data, weight.bytes());
-    engine.update(result, run.lr);
-    device.download_wait();
-    const float* values = copy->as<float>();
-    EXPECT_EQ(std::vector<float>(values, values + weight.numel()), before);
+  TinyRun on_device;
+  on_device.fsdp.param_dtype = GetParam();
+  for (const TinyRun& run : {on_device, offloaded(on_device)}) {
+    Engine engine = make_engine(run);
+    Device& device = *cuda_backend().device;
+    const GlobalBatch batch(0, run.B, run.T, run.config.vocab_size);
+    const Unit& unit = engine.model().unit(0);
+    for (const Tensor& state : {unit.master(0), unit.exp_avg(0)}) {
+      const Buffer copy(device.host(), DType::f32, state.shape, Segment::workspace, "copy");
+      for (int i = 0; i < 4; ++i) {
+        const StepResult result = engine.compute_gradients({batch.from(0)});
+        const std::vector<float> before = values_of(state);
+        device.download_start(copy->data, state.data, state.bytes());
+        engine.update(result, run.lr);
+        device.download_wait();
+        const float* values = copy->as<float>();
+        EXPECT_EQ(std::vector<float>(values, values + state.numel()), before);
+        EXPECT_NE(values_of(state), before);
+      }
+    }
   }
 }
 
@@ -104,30 +195,24 @@ TEST(CudaLossScale, OverflowSkipsTheStepAndHalvesTheScale) {
   TinyRun run;
   run.fsdp.param_dtype = run.fsdp.reduce_dtype = DType::fp16;
   Engine engine = make_engine(run);
-  Device& device = *cuda_backend().device;
   const GlobalBatch batch(0, run.B, run.T, run.config.vocab_size);
-  const auto values = [&](const Tensor& t) {
-    std::vector<float> copy(t.numel());
-    device.copy(copy.data(), t.data, t.bytes());
-    return copy;
-  };
   const Tensor weight = engine.model().unit(1).master(1),
                moment = engine.model().unit(1).exp_avg(1);
-  const std::vector<float> before = values(weight);
+  const std::vector<float> before = values_of(weight);
   engine.scaler()->restore(0x1p40, 7);
   StepResult r = engine.step({batch.from(0)}, run.lr);
   int skipped = 0;
   for (; r.overflow; r = engine.step({batch.from(0)}, run.lr)) {
     ++skipped;
     EXPECT_EQ(engine.scaler()->scale(), std::ldexp(0x1p40, -skipped));
-    EXPECT_EQ(values(weight), before);
-    EXPECT_EQ(values(moment), std::vector<float>(moment.numel()));
+    EXPECT_EQ(values_of(weight), before);
+    EXPECT_EQ(values_of(moment), std::vector<float>(moment.numel()));
     EXPECT_EQ(engine.updates(), 0);
   }
   EXPECT_GE(skipped, 10);
   EXPECT_EQ(engine.updates(), 1);
   EXPECT_TRUE(std::isfinite(r.grad_norm));
-  EXPECT_NE(values(weight), before);
+  EXPECT_NE(values_of(weight), before);
 }
 
 }  // namespace

@@ -118,6 +118,36 @@ def test_saves_behind_training_while_mpi_moves_gpu_memory(tmp):
     same_values(ck.file(tmp / "again", 6), ck.file(tmp / "straight", 6))
 
 
+def test_offloaded_states_are_the_same_bits(tmp):
+    """Curve, checkpoints and model, saved behind training or not; a stopped run goes on with or
+    without. 21 runs with as many orders of streams."""
+    runs.start_files(tmp)
+    for ranks, values in ((1, dict(train__micro_batch=4, train__param_dtype="f32")),
+                          (2, dict(train__param_dtype="bf16")),
+                          (4, dict(train__param_dtype="fp16", comm__transport="mpi-cuda"))):
+        train(tmp, ranks, f"device{ranks}", **values)
+        expected = tmp / f"device{ranks}"
+        for use_async in "false", "true":
+            out = f"host-{use_async}{ranks}"
+            here = dict(fsdp__offload="optimizer", checkpoint__async=use_async,
+                        checkpoint__every=2, **values)
+            result = train(tmp, ranks, out, **here)
+            words = result.out[result.out.rindex("  host moments"):].splitlines()[0].split()
+            assert words[-2:] == ["+0.00", "%"] and float(words[2]) > 0, result
+            assert ("  host shards" in result.out) == (ranks > 1), result
+            assert ck.curve(tmp / out) == ck.curve(expected), out
+            assert weights(tmp / out) == weights(expected), out
+            same_values(ck.file(tmp / out, 6), ck.file(expected, 6))
+            ck.verify(ck.file(tmp / out, 4))
+        for name, extra in (("on", {}), ("off", dict(fsdp__offload="none"))):
+            stopped = f"stopped-{name}{ranks}"
+            train(tmp, ranks, stopped, rc=75, train__stop_after=3, **here)
+            result = resume(tmp, ranks, stopped, **{**here, **extra})
+            assert "differs" not in result.out and "going on with step 4" in result.out, result
+            assert ck.curve(tmp / stopped) == ck.curve(expected), stopped
+            same_values(ck.file(tmp / stopped, 6), ck.file(expected, 6))
+
+
 # --- what is written
 def test_units_of_several_layers_are_the_same_bits(tmp):
     runs.start_files(tmp)

@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""Plants faults in the transports between GPUs and counts in how many seeds the simulator sees them.
+"""Plants faults in the transports between GPUs, and in what takes offloaded states through them, and
+counts in how many seeds the simulator sees them.
 
     make cudasim SIM=tracker && test/cuda/transport_faults.py [--seeds 20] [-k NAME] [--list]
 
 A fault is an edit of one source file, made in a copy of it, that leaves out or weakens one step. Each
-runs test/cuda/transports_test.cpp on 2 ranks with every seed; so does the correct program in the same
-surroundings. A fault that is missed in any seed, or a report by the correct program, fails.
+runs test/cuda/transports_test.cpp on 2 ranks, or engine_test.cpp on 1, with every seed; so does the
+correct program in the same surroundings. A fault that is missed in any seed, or a report by the correct program, fails.
 """
 import argparse
 import subprocess
@@ -19,6 +20,7 @@ from simulated import cli
 
 NCCL, MPI, SHARED = ("cuda/nccl_collectives.cpp", "cuda/mpi_cuda_collectives.cpp",
                      "src/comm/private_collectives.cpp")
+SLOTS, UNIT, ENGINE = "src/fsdp/state_slots.cpp", "src/fsdp/unit.cpp", "src/train/engine.cpp"
 REPORT = 70  # the simulator's exit code
 # NCCL operations that take the whole GPU, so that their order between communicators matters.
 EXCLUSIVE = {"CUDASIM_NCCL_EXCLUSIVE": 1}
@@ -34,6 +36,13 @@ class Fault:
     instead: str = ""
     transport: str = "nccl"
     env: dict = field(default_factory=dict)
+    test: str = "transports_test"
+    ranks: int = 2
+    tests: str = ""  # of its tests; those of the transport otherwise
+
+
+def offload(name, source, text, tests="OffloadedStates"):
+    return Fault("offload: " + name, source, text, test="engine_test", ranks=1, tests=tests)
 
 
 def mpi(name, text, instead="", env=None):
@@ -73,6 +82,15 @@ FAULTS = [
         env=GPU_MEMORY),
     mpi("GPU memory: MPI sends a gradient before it is packed",
         "if (!s.packed.done()) return false;", env=GPU_MEMORY),
+    offload("slot filled before its piece is back", SLOTS,
+            "device_.hold(Queue::uploads, *slot.emptied);"),
+    offload("operators do not wait for a piece", SLOTS,
+            "device_.hold(Queue::operators, *slot.filled);"),
+    offload("piece goes back before operators end", SLOTS,
+            "device_.order(Queue::operators, Queue::downloads);"),
+    offload("state fetched before it is back", UNIT, "device.hold(Queue::uploads, *stored_);"),
+    offload("update does not wait for a snapshot", ENGINE,
+            "backend_.device->order(Queue::downloads, Queue::operators);", "AnUpdateWaits"),
 ]
 
 
@@ -90,7 +108,9 @@ class Builder:
                  "CUDASIM_LIBS")
         self.make = {name: make_variable(name) for name in names}
         self.folder = Path(self.make["CUDASIM_BUILD"][0])
-        self.correct = self.folder / "test/cuda/transports_test"
+
+    def correct(self, fault):
+        return self.folder / "test/cuda" / fault.test
 
     def program(self, fault, folder):
         source = (cli.ROOT / fault.source).read_text()
@@ -103,7 +123,7 @@ class Builder:
         self.run(*m["MPICXX"], *m["CUDASIM_HOST"], "-Wno-unused", "-c", copy, "-o", object_file)
         # An object before the library: the library's own is then not needed.
         self.run(*m["MPICXX"], *m["CUDASIM_HOST"], *m["CUDASIM_DEVICE"],
-                 self.folder / "host/test/cuda/transports_test.o",
+                 self.folder / f"host/test/cuda/{fault.test}.o",
                  self.folder / "host/test/test_main.o", object_file, *m["CUDASIM_LIB"], "-o",
                  folder / "test", "-lgtest", *m["LIBS"], *m["CUDASIM_LIBS"])
         return folder / "test"
@@ -113,11 +133,12 @@ class Builder:
         subprocess.run([str(part) for part in command], cwd=cli.ROOT, check=True)
 
 
-def outcome(program, transport, env, seed):
+def outcome(program, fault, seed):
     """'ok', 'report', 'wrong' numbers, or what else happened."""
     try:
-        result = cli.run(*cli.launcher(2), program, f"--gtest_filter=*{transport.replace('-', '_')}",
-                         env={**env, "CUDASIM_SEED": seed, "CUDASIM_GUARD": 0}, timeout=300)
+        tests = f"*{fault.tests}*" if fault.tests else f"*{fault.transport.replace('-', '_')}"
+        result = cli.run(*cli.launcher(fault.ranks), program, f"--gtest_filter={tests}",
+                         env={**fault.env, "CUDASIM_SEED": seed, "CUDASIM_GUARD": 0}, timeout=300)
     except AssertionError as error:
         return f"seed {seed}: {error}", ""
     if result.rc == REPORT and "cudasim: " in result.err:
@@ -131,7 +152,7 @@ def run_seeds(program, fault, args):
     """(runs that ended well, reports, runs with wrong numbers, the first report, what is odd)"""
     with ThreadPoolExecutor(args.jobs) as pool:
         outcomes = list(pool.map(
-            lambda seed: outcome(program, fault.transport, fault.env, seed), range(1, args.seeds + 1)))
+            lambda seed: outcome(program, fault, seed), range(1, args.seeds + 1)))
     kinds = [kind for kind, _ in outcomes]
     text = next((text for kind, text in outcomes if kind == "report"), "")
     odd = [kind for kind in kinds if kind not in ("ok", "report", "wrong")]
@@ -149,10 +170,10 @@ def check(name, program, fault, args, faulty):
 
 
 def surroundings(faults):
-    """A fault for each transport and environment."""
+    """A fault for each test, transport and environment."""
     first = {}
     for fault in faults:
-        first.setdefault((fault.transport, str(fault.env)), fault)
+        first.setdefault((fault.test, fault.tests, fault.transport, str(fault.env)), fault)
     return first.values()
 
 
@@ -171,8 +192,9 @@ def main():
     builder = Builder()
     results = []
     for fault in surroundings(faults):
-        name = " ".join([f"{fault.transport}: correct", *(f"{k}={v}" for k, v in fault.env.items())])
-        results.append(check(name, builder.correct, fault, args, False))
+        name = " ".join([f"{fault.tests or fault.transport}: correct",
+                         *(f"{k}={v}" for k, v in fault.env.items())])
+        results.append(check(name, builder.correct(fault), fault, args, False))
     for fault in faults:
         with tempfile.TemporaryDirectory(prefix="qshard-") as folder:
             program = builder.program(fault, Path(folder))

@@ -1,4 +1,4 @@
-#include "cpu/host_memory.h"
+#include "device/host_memory.h"
 
 #include <filesystem>
 #include <fstream>
