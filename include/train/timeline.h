@@ -6,7 +6,9 @@
 // its lane is free; the wait for it holds the compute stream until it has ended; a reduction
 // likewise. Where a transport sums with the rank's own core (shm), its time is the rank's. A ring
 // moves (N-1)/N of a unit through every rank; over several nodes the nodes' share of it goes
-// through their network links together, and the slower of both is the time.
+// through their network links together, and the slower of both is the time. Offloaded states come
+// from the host and go back at the same time, beside the update's operators: what that takes longer
+// than these holds the compute stream at the end of the step.
 #pragma once
 
 #include <map>
@@ -31,8 +33,9 @@ struct Hardware {
   double product_share = 1, attention_share = 1, memory_share = 1;  // reached of peak and bandwidth
   double memory_bytes_per_s = 0;
   Link in_node, between_nodes;
-  bool overlaps = true;  // communication beside compute
-  double other_s = 0;    // of a step, whatever it is
+  double host_bytes_per_s = 0;  // between a GPU and the host, one direction; 0: not known
+  bool overlaps = true;         // communication beside compute
+  double other_s = 0;           // of a step, whatever it is
   // Measured rates, before all shares: "bf16/linear" → FLOP/s, "rms_norm" → bytes/s,
   // "all-gather" and "reduce-scatter" → logical bytes/s.
   std::map<std::string, double> measured;
@@ -44,6 +47,7 @@ struct StepTime {
   double step = 0, compute = 0;             // s; compute: of all operators
   double gather_wait = 0, reduce_wait = 0;  // s that compute waited: exposed communication
   double gathers = 0, reductions = 0;       // s that the lanes were busy
+  double offload_wait = 0;                  // s that the update waited for offloaded states
   double other = 0;
   std::map<std::string, double> by_operator;  // s
 };

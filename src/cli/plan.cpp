@@ -25,7 +25,7 @@ Examples:
 struct Options {
   std::string model, hardware, calibrate, format = "text";
   std::string param_dtype = "bf16", reduce_dtype = "f32", checkpoint = "none", transport = "auto";
-  std::string mesh = "full";
+  std::string mesh = "full", offload = "none";
   int ranks = 0, ranks_per_node = 0;
   int64_t batch = 1, seq = 1024, accumulation = 1;
   bool reshard_after_forward = true, search = false;
@@ -42,6 +42,7 @@ PlanRequest request_of(const Options& o, const Hardware* hardware, const World& 
   r.fsdp.layers_per_unit = o.layers_per_unit;
   r.fsdp.prefetch = o.prefetch;
   r.fsdp.mesh = o.mesh;
+  r.fsdp.offload_optimizer = o.offload == "optimizer";
   r.fsdp.activation_checkpoint = parse_activation_checkpoint(o.checkpoint);
   r.ranks = o.ranks ? o.ranks : world.size();
   r.ranks_per_node = o.ranks_per_node ? o.ranks_per_node
@@ -127,6 +128,8 @@ void add_plan(CLI::App& app, Command& run) {
   add("--reshard-after-forward", o->reshard_after_forward, "true or false");
   add("--layers-per-unit", o->layers_per_unit, "fsdp.layers_per_unit of `qshard train`")
       ->check(at_least_one);
+  add("--offload", o->offload, "fsdp.offload of `qshard train`; its time is bytes / host_gb_per_s")
+      ->check(CLI::IsMember({"none", "optimizer"}));
   add("--prefetch", o->prefetch, "units gathered ahead")->check(CLI::Range(0, 64));
   add("--transport", o->transport, "whose buffers are planned; auto: nccl for GPUs, else shm")
       ->check(CLI::IsMember({"auto", "shm", "mpi", "nccl", "mpi-cuda"}));

@@ -26,7 +26,8 @@ Json setting_of(const PlanRequest& r) {
           {"reshard_after_forward", f.reshard_after_forward},
           {"layers_per_unit", f.layers_per_unit},
           {"prefetch", f.prefetch},
-          {"activation_checkpoint", activation_checkpoint_name(f.activation_checkpoint)}};
+          {"activation_checkpoint", activation_checkpoint_name(f.activation_checkpoint)},
+          {"offload", f.offload_optimizer ? "optimizer" : "none"}};
 }
 
 Json memory_of(const PlanRequest& r, const Plan& plan) {
@@ -34,6 +35,9 @@ Json memory_of(const PlanRequest& r, const Plan& plan) {
   for (const Segment segment : kSegments) memory[segment_name(segment)] = plan[segment];
   memory["total"] = plan.total();
   memory["node_total"] = plan.total() * r.ranks_per_node;
+  for (const Segment segment : kSegments)
+    if (const int64_t bytes = plan.memory.host[static_cast<size_t>(segment)])
+      memory[fmt::format("host_{}", segment_name(segment))] = bytes;
   return memory;
 }
 
@@ -77,6 +81,7 @@ Json time_of(const PlanRequest& r, const Plan& plan, const Hardware& h, double t
                {"exposed_gathers", t.gather_wait},
                {"exposed_reductions", t.reduce_wait},
                {"hidden_communication", t.gathers + t.reductions - t.gather_wait - t.reduce_wait},
+               {"exposed_offload", t.offload_wait},
                {"other", t.other},
                {"tokens_per_s", of_step / t.step},
                {"tokens_per_s_and_rank", of_step / t.step / r.ranks}};
@@ -133,10 +138,13 @@ std::string plan_text(const Json& report) {
       s["tokens_per_step"].get<int64_t>(), s["param_dtype"].get<std::string>(),
       s["reduce_dtype"].get<std::string>(), s["activation_checkpoint"].get<std::string>(),
       s["layers_per_unit"].get<int>());
-  for (const auto& [segment, bytes] : m.items())
-    if (segment != "node_total")
-      text += fmt::format("  {:<14}{:>10}{:>12}\n", segment, bytes_text(bytes),
-                          human_bytes(bytes.get<double>() * s["ranks_per_node"].get<double>()));
+  for (const auto& [segment, bytes] : m.items()) {
+    if (segment == "node_total") continue;
+    std::string words = segment;
+    std::replace(words.begin(), words.end(), '_', ' ');
+    text += fmt::format("  {:<14}{:>10}{:>12}\n", words, bytes_text(bytes),
+                        human_bytes(bytes.get<double>() * s["ranks_per_node"].get<double>()));
+  }
   if (report.contains("fits") && !report["fits"].get<bool>())
     text += "  more than this hardware has: see --search, or --ranks\n";
   text += "\ntraffic of a rank and step, as a ring sends it\n";
@@ -151,7 +159,9 @@ std::string plan_text(const Json& report) {
   if (!report.contains("seconds")) return text + "\nfor times: --hardware FILE (data/hardware)\n";
   const Json& time = report["seconds"];
   text += fmt::format("\ntime of a step on {}\n", time["hardware"].get<std::string>());
-  for (const char* name : {"compute", "exposed_gathers", "exposed_reductions", "other", "step"}) {
+  for (const char* name :
+       {"compute", "exposed_gathers", "exposed_reductions", "exposed_offload", "other", "step"}) {
+    if (name == std::string("exposed_offload") && s["offload"] == "none") continue;
     std::string words = name;
     std::replace(words.begin(), words.end(), '_', ' ');
     text += fmt::format("  {:<24}{:>12}\n", words, milliseconds(time[name]));

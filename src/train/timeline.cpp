@@ -73,6 +73,8 @@ Hardware Hardware::from_json(const nlohmann::json& json, const std::string& wher
     h.memory_bytes_per_s = positive(json, "memory_gb_per_s", where) * 1e9;
     h.in_node = read_link(json, "in_node", where);
     h.between_nodes = read_link(json, "between_nodes", where);
+    if (json.contains("host_gb_per_s"))
+      h.host_bytes_per_s = positive(json, "host_gb_per_s", where) * 1e9;
     h.overlaps = json.value("overlaps", true);
     h.other_s = json.value("other_ms", 0.0) / 1e3;
     const nlohmann::json measured = json.value("measured", nlohmann::json::object());
@@ -106,6 +108,17 @@ double operator_seconds(const Span& span, const Hardware& h) {
   const auto peak = h.peak_flops.find(dtype);
   if (peak == h.peak_flops.end()) fail("{} has no peak_tflops of {}", h.name, dtype);
   return work / (peak->second * (is_product(span) ? h.product_share : h.attention_share));
+}
+
+// What the update of offloaded states takes longer than its operators.
+static double offload_wait(const Plan& plan, const Hardware& h) {
+  if (plan.host_total() == 0) return 0;
+  if (h.host_bytes_per_s == 0)
+    fail("{} has no host_gb_per_s, the rate at which offloaded states come to a GPU", h.name);
+  double update = 0;
+  for (const Span& span : plan.spans)
+    if (span.phase == "optimizer") update += operator_seconds(span, h);
+  return std::max(0.0, static_cast<double>(plan.host_total()) / h.host_bytes_per_s - update);
 }
 
 StepTime simulate(const Plan& plan, const Hardware& h) {
@@ -143,8 +156,9 @@ StepTime simulate(const Plan& plan, const Hardware& h) {
     }
   }
   if (!h.overlaps) time.gather_wait = time.gathers, time.reduce_wait = time.reductions;
+  time.offload_wait = offload_wait(plan, h);
   time.other = h.other_s;
-  time.step = now + h.other_s;
+  time.step = now + time.offload_wait + h.other_s;
   return time;
 }
 

@@ -72,6 +72,14 @@ def test_units_of_one_layer_are_the_first_thing_that_would_fit(tmp):
     runs.expect_one_error(result, 2, "fits: --fsdp.layers_per_unit 1 (")
 
 
+def test_offloading_needs_a_gpu(tmp):
+    start_files(tmp)
+    for transport in "shm", "mpi":
+        result = runs.train(tmp, 2, fsdp__offload="optimizer", comm__transport=transport, **SIZES)
+        runs.expect_one_error(result, 2, "fsdp.offload optimizer", transport, "device.backend cuda")
+        assert not (tmp / "out").exists(), result
+
+
 def test_auto_takes_as_little_checkpointing_as_fits(tmp):
     start_files(tmp)
     auto = dict(train__activation_checkpoint="auto", train__overwrite="true", **SIZES)

@@ -67,6 +67,23 @@ def test_large_machines(tmp):
         assert runs.close(sum(full["seconds"]["operators"].values()), full["seconds"]["compute"], 1e-9)
 
 
+def test_offloaded_states_leave_the_gpu(tmp):
+    args = ("--model", CONFIGS / "qwen3-32b.json", "--ranks", 8, "--seq", 4096, "--hardware",
+            HARDWARE / "h100.json", "--activation-checkpoint", "full")
+    on_device, offloaded = plan(*args), plan(*args, "--offload", "optimizer")
+    before, after = on_device["memory_bytes"], offloaded["memory_bytes"]
+    assert "host_moments" not in before and after["moments"] == 0, (before, after)
+    assert after["host_moments"] == before["moments"] == 2 * after["host_shards"], (before, after)
+    assert before["shards"] - after["shards"] == after["host_shards"], (before, after)
+    slots = 2 * 3 * 4 * 2**22  # two pieces of three states of 4 Mi elements, f32
+    assert after["workspace"] - before["workspace"] == slots, (before, after)
+    for segment in "params", "gradients", "activations", "communication":
+        assert after[segment] == before[segment], segment
+    wait = offloaded["seconds"]["exposed_offload"]
+    assert on_device["seconds"]["exposed_offload"] == 0 and 0 < wait < 12 * 33e9 / 8 / 50e9, wait
+    cli.expect(cli.qshard("plan", *args, "--offload", "optimizer"), out="exposed offload")
+
+
 def test_search(tmp):
     args = ("--model", CONFIGS / "qwen3-8b.json", "--ranks", 16, "--batch", 8, "--seq", 4096,
             "--hardware", HARDWARE / "h100.json", "--search")
@@ -121,7 +138,8 @@ def test_refusals(tmp):
             ((*model, "--ranks", 4, "--mesh", "2x3"), 2, ["2x3"]),
             ((*model, "--layers-per-unit", 0), 2, ["--layers-per-unit"]),
             ((*model, "--layers-per-unit", 99), 2, ["fsdp.layers_per_unit 99"]),
-            ((*model, "--activation-checkpoint", "some"), 2, ["selective"])):
+            ((*model, "--activation-checkpoint", "some"), 2, ["selective"]),
+            ((*model, "--offload", "optimizer"), 2, ["fsdp.offload", "shm", "none"])):
         runs.expect_one_error(cli.qshard("plan", *args, ranks=2), rc, *texts)
 
 

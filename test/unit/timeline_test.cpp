@@ -67,6 +67,22 @@ TEST(Timeline, OperatorsTakeTheirFlopsOrTheirBytes) {
             std::string::npos);
 }
 
+TEST(Timeline, OffloadedStatesHideUnderTheUpdateAlone) {
+  Plan plan;
+  plan.spans = {product(10), norm(3)};
+  plan.spans.back().phase = "optimizer";  // 18 s
+  Hardware h = slow();
+  h.host_bytes_per_s = 2;
+  EXPECT_DOUBLE_EQ(simulate(plan, h).step, 28);
+  plan.memory.host[static_cast<size_t>(Segment::moments)] = 30;
+  EXPECT_DOUBLE_EQ(simulate(plan, h).step, 28);
+  plan.memory.host[static_cast<size_t>(Segment::shards)] = 16;
+  EXPECT_DOUBLE_EQ(simulate(plan, h).step, 33);
+  EXPECT_DOUBLE_EQ(simulate(plan, h).offload_wait, 5);
+  h.host_bytes_per_s = 0;
+  EXPECT_NE(error_of([&] { simulate(plan, h); }).find("host_gb_per_s"), std::string::npos);
+}
+
 TEST(Timeline, AGatherHidesUnderCompute) {
   const StepTime t = times({gather_start(4), product(10), gather_wait(), product(1)}, slow());
   EXPECT_DOUBLE_EQ(t.step, 11);
