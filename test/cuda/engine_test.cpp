@@ -68,7 +68,7 @@ TinyRun offloaded(TinyRun run) {
   return run;
 }
 
-TEST_P(CudaEngine, AStepWithOffloadedStatesWaitsOnce) {
+TEST_P(CudaEngine, AStepWithOffloadedStatesWaitsAtMostOnce) {
   TinyRun run;
   run.fsdp.param_dtype = GetParam();
   run = offloaded(run);
@@ -76,7 +76,7 @@ TEST_P(CudaEngine, AStepWithOffloadedStatesWaitsOnce) {
   const GlobalBatch batch(0, run.B, run.T, run.config.vocab_size);
   const PinnedTokens tokens(batch);
   engine.step({tokens.batch()}, run.lr);
-  EXPECT_EQ(most_waits([&] { engine.step({tokens.batch()}, run.lr); }), 1);
+  EXPECT_LE(most_waits([&] { engine.step({tokens.batch()}, run.lr); }), 1);
 }
 
 std::vector<float> values_of(const Tensor& t) {

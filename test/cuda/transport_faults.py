@@ -41,7 +41,7 @@ class Fault:
     tests: str = ""  # of its tests; those of the transport otherwise
 
 
-def offload(name, source, text, tests="OffloadedStates"):
+def offload(name, source, text, tests="OffloadedStatesGive"):
     return Fault("offload: " + name, source, text, test="engine_test", ranks=1, tests=tests)
 
 
