@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
-"""Plants faults in the transports between GPUs, and in what takes offloaded states through them, and
+"""Plants faults in the transports between GPUs and in what takes offloaded states through a GPU, and
 counts in how many seeds the simulator sees them.
 
     make cudasim SIM=tracker && test/cuda/transport_faults.py [--seeds 20] [-k NAME] [--list]
 
 A fault is an edit of one source file, made in a copy of it, that leaves out or weakens one step. Each
 runs test/cuda/transports_test.cpp on 2 ranks, or engine_test.cpp on 1, with every seed; so does the
-correct program in the same surroundings. A fault that is missed in any seed, or a report by the correct program, fails.
+correct program in the same surroundings. A fault that is missed in any seed, or a report by the
+correct program, fails.
 """
 import argparse
 import subprocess

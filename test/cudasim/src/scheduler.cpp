@@ -24,6 +24,12 @@ Mood draw_mood() {
   return {EAGERNESS[random_below(4)], coin()};
 }
 
+bool within(const Clock& clock, const Clock& known) {
+  for (size_t lane = 0; lane < clock.size(); ++lane)
+    if (clock[lane] > (lane < known.size() ? known[lane] : 0)) return false;
+  return true;
+}
+
 // What this OS thread runs; others may be at host code meanwhile.
 thread_local Operation* running_here = nullptr;
 
@@ -72,7 +78,7 @@ class Scheduler {
   }
 
   void wait_for_all() {
-    if (pending_ > 0) ++host_waits_;
+    if (pending_ > 0 || !within(everything_, host_clock_)) ++host_waits_;
     while (pending_ > 0) {
       const size_t pending = pending_;
       if (!step()) fail("deadlock: %zu operations wait for each other", pending_);
@@ -105,7 +111,9 @@ class Scheduler {
   size_t pending() const { return pending_; }  // operations that are not done
 
   void note_wait(Operation& operation) {
-    if (!operation.done && !operation.awaited) ++host_waits_;
+    const auto lane = static_cast<size_t>(operation.lane);
+    const bool known = lane < host_clock_.size() && operation.sequence <= host_clock_[lane];
+    if (!known && !operation.awaited) ++host_waits_;
     operation.awaited = true;
   }
   int64_t host_waits() const { return host_waits_; }

@@ -41,7 +41,7 @@ struct Operation {
   std::vector<OperationRef> successors;
   int unmet = 0;  // predecessors and chained operations that are not done
   bool started = false, done = false;
-  bool awaited = false;  // the host has asked for it before it was done
+  bool awaited = false;  // the host has asked for it
 };
 
 // The start of an operation, kept for the tracker's reports after the operation is gone.
@@ -80,8 +80,8 @@ void wait_for(const OperationRef& operation);
 void wait_for_all();
 // True if the operation is done; orders the host behind it then. Makes some progress otherwise.
 bool query(const OperationRef& operation);
-// How often the host has asked for an operation, or for all, that was not done. What ran before it
-// asked is not counted.
+// How many operations the host has asked for, or for all of them, without knowing from what it had
+// waited for that they were done. The order that was drawn does not matter.
 int64_t host_waits();
 // Called between polls that did not complete anything.
 void pause_between_polls();
