@@ -7,11 +7,11 @@
 
 #include "cuda/arguments.h"
 #include "cuda/check_cuda.h"
+#include "device/ops.h"
 
 namespace qshard::cuda {
 namespace {
 
-constexpr size_t kWorkspaceBytes = size_t{32} << 20;  // what cuBLAS recommends for Hopper
 constexpr int64_t kMaxAlignment = 256;
 
 // A row-major matrix is a column-major one transposed, so c[m,n] = a·b is for cuBLASLt
@@ -98,7 +98,7 @@ struct Gemm::Impl {
   Impl(Device& device, cudaStream_t s, F32Products products)
       : stream(s),
         f32_products(products),
-        workspace(device, DType::u8, {kWorkspaceBytes}, Segment::workspace, "cuBLASLt workspace") {
+        workspace(device, DType::u8, {kGpuProductBytes}, Segment::workspace, "cuBLASLt workspace") {
     CUBLAS_CHECK(cublasLtCreate(&handle));
   }
   ~Impl() { cublasLtDestroy(handle); }
@@ -158,7 +158,7 @@ void Gemm::Impl::multiply(const Product& p) {
   CUBLAS_CHECK(cublasLtMatmul(handle, use.description.get(), &alpha, p.b.data, use.left.get(),
                               p.a.data, use.right.get(), &beta, p.c.data, use.result.get(),
                               p.c.data, use.result.get(), &use.algorithm, workspace->data,
-                              kWorkspaceBytes, stream));
+                              kGpuProductBytes, stream));
 }
 
 // The key is all that the choice of an algorithm depends on.
@@ -202,7 +202,7 @@ cublasLtMatmulAlgo_t Gemm::Impl::choose_algorithm(const Product& p, const Plan& 
   cublasLtMatmulPreference_t made = nullptr;
   CUBLAS_CHECK(cublasLtMatmulPreferenceCreate(&made));
   const Preference preference(made);
-  set(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, static_cast<uint64_t>(kWorkspaceBytes));
+  set(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, static_cast<uint64_t>(kGpuProductBytes));
   // Parts of a split sum are added in f32, not in the result's type.
   set(preference, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
       static_cast<uint32_t>(CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE));

@@ -30,6 +30,9 @@ struct AdamWStep {
   float grad_scale;  // multiplies the gradient first (clipping)
 };
 
+// Bytes of a GPU that matrix products hold for themselves: what cuBLAS recommends for Hopper.
+inline constexpr int64_t kGpuProductBytes = int64_t{32} << 20;
+
 class Ops {
  public:
   virtual ~Ops() = default;

@@ -32,6 +32,10 @@ class CountingDevice final : public Device {
 
 class CountingOps final : public Ops {
  public:
+  explicit CountingOps(Device& device) {
+    if (!device.is_host())
+      products_ = Buffer(device, DType::u8, {kGpuProductBytes}, Segment::workspace, "products");
+  }
   void linear(Tensor, Tensor, Tensor) override {}
   void linear_dgrad(Tensor, Tensor, Tensor, bool) override {}
   void linear_wgrad(Tensor, Tensor, Tensor, bool) override {}
@@ -59,6 +63,9 @@ class CountingOps final : public Ops {
   void init_normal(Tensor, uint64_t, uint64_t, int64_t, float) override {}
   void fill(Tensor, float) override {}
   double measure_peak(DType, double) override { return 0; }
+
+ private:
+  Buffer products_;
 };
 
 }  // namespace
@@ -66,7 +73,7 @@ class CountingOps final : public Ops {
 Backend make_counting_backend(bool has_host) {
   Backend backend;
   backend.device = std::make_unique<CountingDevice>(has_host);
-  backend.ops = std::make_unique<CountingOps>();
+  backend.ops = std::make_unique<CountingOps>(*backend.device);
   return backend;
 }
 

@@ -3,6 +3,7 @@ another run and after a stop, and checkpoints that pass between both backends. T
 changes from run to run: with it the order in which streams, blocks and threads run."""
 import itertools
 import os
+import re
 import signal
 import struct
 import sys
@@ -103,6 +104,15 @@ def test_runs_and_resumed_runs_are_the_same_bits(tmp):
         assert weights(tmp / resumed) == weights(tmp / straight), ranks
         same_values(ck.file(tmp / resumed, 6), ck.file(tmp / straight, 6))
     assert "step-00000004.h5" in ck.saved(tmp / "straight2"), ck.saved(tmp / "straight2")
+
+
+def test_memory_is_as_planned(tmp):
+    """To the operators' scratch, offloaded or not: page-locked pieces of checkpoints are planned."""
+    runs.start_files(tmp)
+    for ranks, offload in ((1, "none"), (2, "none"), (2, "optimizer")):
+        result = train(tmp, ranks, f"{offload}{ranks}", fsdp__offload=offload)
+        planned, off_by = re.findall(r"^  total +([\d.]+ \w+) .* ([+-][\d.]+) %$", result.out, re.M)[-1]
+        assert planned.endswith(" MB") and abs(float(off_by)) < 1, result
 
 
 def test_saves_behind_training_while_mpi_moves_gpu_memory(tmp):
