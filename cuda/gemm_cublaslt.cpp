@@ -202,7 +202,8 @@ cublasLtMatmulAlgo_t Gemm::Impl::choose_algorithm(const Product& p, const Plan& 
   cublasLtMatmulPreference_t made = nullptr;
   CUBLAS_CHECK(cublasLtMatmulPreferenceCreate(&made));
   const Preference preference(made);
-  set(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, static_cast<uint64_t>(kGpuProductBytes));
+  set(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES,
+      static_cast<uint64_t>(kGpuProductBytes));
   // Parts of a split sum are added in f32, not in the result's type.
   set(preference, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
       static_cast<uint32_t>(CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE));
