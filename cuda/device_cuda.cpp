@@ -230,7 +230,7 @@ void CudaDevice::wait_for_copies() {
   }
 }
 
-bool CudaDevice::in_host_memory(const void* data) const { return place_of(data) != Place::device; }
+bool CudaDevice::in_host_memory(const void* data) { return place_of(data) != Place::device; }
 
 void* CudaDevice::allocate(size_t bytes) {
   if (bytes == 0) return nullptr;

@@ -86,7 +86,7 @@ class CudaDevice final : public Device {
   void zero(void* data, size_t bytes) override;  // in the order of the compute stream
   void enqueue_copy(void* to, const void* from, size_t bytes) override;
   Device& host() override { return pinned_; }
-  bool in_host_memory(const void* data) const override;
+  bool in_host_memory(const void* data) override;
   void download_start(void* to, const void* from, size_t bytes) override;
   void download_wait() override;
   void copy_on(Queue queue, void* to, const void* from, size_t bytes) override;

@@ -54,7 +54,7 @@ class Device {
   virtual Device& host() { return *this; }
   bool is_host() { return &host() == this; }
   // Whether the host can use this memory in place.
-  virtual bool in_host_memory(const void* /*data*/) const { return true; }
+  virtual bool in_host_memory(const void* /*data*/) { return is_host(); }
   // Starts a copy of memory of this device or of host() to memory of host(). It reads what all
   // operators so far write, and runs beside the later ones: those that change `from` come after a
   // download_wait(), or after order(Queue::downloads, Queue::operators).
