@@ -125,7 +125,8 @@ TEST_P(CudaEngine, OffloadedStatesGiveTheSameBits) {
   }
 }
 
-// Byte for byte; the operators' scratch is no part of a plan.
+// Byte for byte; the operators' scratch is no part of a plan, and what products take is there
+// before.
 TEST_P(CudaEngine, MemoryIsAsPlanned) {
   Device& device = *cuda_backend().device;
   for (const bool offload : {false, true}) {
@@ -133,7 +134,8 @@ TEST_P(CudaEngine, MemoryIsAsPlanned) {
     run.fsdp.param_dtype = GetParam();
     run.transport = "nccl";
     if (offload) run = offloaded(run);
-    const MemoryUse before = memory_use(device);
+    MemoryUse before = memory_use(device);
+    before.device[static_cast<size_t>(Segment::workspace)] -= kGpuProductBytes;
     const Engine engine = make_engine(run);
     const MemoryUse after = memory_use(device);
     const Plan plan = plan_step({run.config, run.fsdp, run.transport, test_world().size(),
