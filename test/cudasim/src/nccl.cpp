@@ -33,6 +33,7 @@ struct ncclComm {
   cudasim::Chain chain = std::make_shared<cudasim::OperationRef>();  // in call order
   ncclResult_t async_error = ncclSuccess;
   bool aborted = false;
+  std::shared_ptr<const char> graphs = std::make_shared<const char>();  // its users beside this one
 };
 
 struct ncclWindow_vidmem {
@@ -284,8 +285,6 @@ WholeDevice& whole_device() {
   return *instance;
 }
 
-CommRef last_comm = nullptr;  // of the last operation that the host called
-
 // Launches in the order of the host's calls, whichever their communicator is.
 bool implicit_order() {
   static const bool set =
@@ -418,40 +417,43 @@ struct PendingCall {
 thread_local int group_depth = 0;
 thread_local std::vector<PendingCall> group_calls;
 
-void enqueue_group(CommRef comm, cudaStream_t stream, const std::vector<Collective>& calls) {
+void enqueue_group(CommRef comm, cudaStream_t stream_handle, const std::vector<Collective>& calls) {
   const std::string name = calls.size() == 1
                                ? std::string("nccl") + KIND_NAMES[static_cast<int>(calls[0].kind)]
                                : "NCCL group of " + std::to_string(calls.size());
-  static const Chain launches = std::make_shared<OperationRef>();
-  const bool in_one_order = WholeDevice::wanted() && implicit_order();
-  const bool changes = WholeDevice::wanted() && !in_one_order && last_comm && last_comm != comm;
-  const OperationRef last = changes ? *last_comm->chain : nullptr;
-  const auto begin = [comm, calls, last]() -> Poll {
-    if (last && !ordered_before_running(last->id))
-      fail(
-          "NCCL: nothing orders this operation after \"%s\" of another communicator, which the "
-          "host "
-          "called before it: the ranks may start them in different orders and wait for ever",
-          last->name.c_str());
-    auto operation = std::make_shared<GroupOperation>(comm, calls);
-    if (!WholeDevice::wanted()) operation->start();
-    return [operation, comm] {
-      // MPI may still write to the staging memory of an aborted operation: it is kept for ever.
-      static std::vector<std::shared_ptr<GroupOperation>> abandoned;
-      if (comm->aborted) abandoned.push_back(operation);
-      bool done = comm->aborted;
-      if (!done && !operation->started()) {
-        if (!whole_device().take(operation.get())) return false;
-        operation->start();
-      }
-      done = done || operation->poll();
-      if (done) whole_device().release(operation.get());
-      return done;
+  Stream& stream = stream_of(stream_handle, name.c_str());
+  const bool captured = stream.capture != nullptr;
+  // In a graph events alone order operations.
+  const bool in_one_order = WholeDevice::wanted() && implicit_order() && !captured;
+  const auto in_graph = captured ? comm->graphs : nullptr;
+  const auto begin = [comm, calls, in_one_order, in_graph](const OperationRef& previous) -> Begin {
+    const bool changes = WholeDevice::wanted() && !in_one_order && previous != *comm->chain;
+    return [comm, calls, last = changes ? previous : nullptr, in_graph]() -> Poll {
+      if (last && !ordered_before_running(last->id))
+        fail(
+            "NCCL: nothing orders this operation after \"%s\" of another communicator, which the "
+            "host called before it: the ranks may start them in different orders and wait for ever",
+            last->name.c_str());
+      auto operation = std::make_shared<GroupOperation>(comm, calls);
+      if (!WholeDevice::wanted()) operation->start();
+      return [operation, comm] {
+        // MPI may still write to the staging memory of an aborted operation: it is kept for ever.
+        static std::vector<std::shared_ptr<GroupOperation>> abandoned;
+        if (comm->aborted) abandoned.push_back(operation);
+        bool done = comm->aborted;
+        if (!done && !operation->started()) {
+          if (!whole_device().take(operation.get())) return false;
+          operation->start();
+        }
+        done = done || operation->poll();
+        if (done) whole_device().release(operation.get());
+        return done;
+      };
     };
   };
-  enqueue(stream_of(stream, name.c_str()), name, begin, in_one_order ? launches : comm->chain);
+  static const Chain launches = std::make_shared<OperationRef>();
+  enqueue(stream, name, begin, in_one_order ? launches : comm->chain);
   if (in_one_order) *comm->chain = *launches;
-  last_comm = comm;
 }
 
 void flush_group() {
@@ -658,11 +660,12 @@ ncclResult_t ncclCommFinalize(ncclComm_t comm) {
 // The MPI communicators are left to MPI_Finalize: freeing them is collective, this call is not.
 ncclResult_t ncclCommDestroy(ncclComm_t comm) {
   ApiCall call;
+  if (comm->graphs.use_count() > 1 && !comm->aborted)
+    fail("ncclCommDestroy of a communicator whose operations are in a graph: it waits for ever");
   for (const ncclWindow_vidmem* window : windows())
     if (window->comm == comm) fail("ncclCommDestroy of a communicator that still has windows");
   const OperationRef last = *comm->chain;
   if (last && !last->done && !comm->aborted) wait_for(last);
-  if (last_comm == comm) last_comm = nullptr;
   delete comm;
   return ncclSuccess;
 }
@@ -700,6 +703,7 @@ ncclResult_t ncclCommCuDevice(ncclComm_t, int* device) {
 // --- memory and windows
 ncclResult_t ncclMemAlloc(void** pointer, size_t bytes) {
   ApiCall call;
+  refuse_in_capture("ncclMemAlloc");
   *pointer = allocate(Space::device, bytes, NCCL_WIN_REQUIRED_ALIGNMENT);
   if (*pointer) nccl_memory().insert(*pointer);
   return *pointer ? ncclSuccess : ncclUnhandledCudaError;

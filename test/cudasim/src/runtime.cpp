@@ -329,6 +329,7 @@ cudaError_t cudaFree(void* pointer) {
 
 cudaError_t cudaHostAlloc(void** pointer, size_t bytes, unsigned flags) {
   ApiCall call;
+  refuse_in_capture("cudaMallocHost");
   if (flags & ~(cudaHostAllocPortable | cudaHostAllocMapped | cudaHostAllocWriteCombined))
     return note(cudaErrorInvalidValue);
   *pointer = bytes ? allocate(Space::pinned, bytes) : nullptr;
@@ -342,6 +343,7 @@ cudaError_t cudaMallocHost(void** pointer, size_t bytes) {
 cudaError_t cudaFreeHost(void* pointer) {
   if (!pointer) return cudaSuccess;
   ApiCall call;
+  refuse_in_capture("cudaFreeHost");
   wait_for_all();
   if (!release(Space::pinned, pointer))
     fail("cudaFreeHost of %p, which cudaMallocHost did not return", pointer);
@@ -350,11 +352,13 @@ cudaError_t cudaFreeHost(void* pointer) {
 
 cudaError_t cudaHostRegister(void* pointer, size_t bytes, unsigned) {
   ApiCall call;
+  refuse_in_capture("cudaHostRegister");
   return register_host(pointer, bytes) ? cudaSuccess : note(cudaErrorHostMemoryAlreadyRegistered);
 }
 
 cudaError_t cudaHostUnregister(void* pointer) {
   ApiCall call;
+  refuse_in_capture("cudaHostUnregister");
   wait_for_all();
   return unregister_host(pointer) ? cudaSuccess : note(cudaErrorHostMemoryNotRegistered);
 }

@@ -19,6 +19,18 @@ Event& event_of(cudaEvent_t handle) {
   return *reinterpret_cast<Event*>(handle);
 }
 
+// Handles that exist, of graphs and of their instantiations.
+std::set<const void*>& graphs() {
+  static auto* instance = new std::set<const void*>;
+  return *instance;
+}
+
+template <class T>
+T& graph_of(const void* handle, const char* user) {
+  if (!graphs().count(handle)) fail("%s: %p is not a graph (destroyed?)", user, handle);
+  return *static_cast<T*>(const_cast<void*>(handle));
+}
+
 struct Graph {
   std::vector<GraphNode> nodes;
   size_t lanes = 0;
@@ -55,7 +67,31 @@ void create_stream(cudaStream_t* handle, unsigned flags, int priority) {
   *handle = reinterpret_cast<cudaStream_t>(stream);
 }
 
+void refuse_captured(const Stream& stream, const char* user) {
+  if (stream.capture) fail("%s of a stream that is being captured", user);
+}
+
+void refuse_captured(const Event& event, const char* user) {
+  if (event.capture)
+    fail("%s of an event that was recorded in a capture: it means nothing outside", user);
+}
+
+// The last operation of any communicator.
+OperationRef& last_of_communicators() {
+  static auto* instance = new OperationRef;
+  return *instance;
+}
+
+OperationRef submit_chained(std::string name, int lane, std::vector<OperationRef> predecessors,
+                            const BeginAfter& begin, const Chain& chain) {
+  if (!chain) return submit(std::move(name), lane, std::move(predecessors), begin(nullptr));
+  OperationRef& last = last_of_communicators();
+  *chain = submit(std::move(name), lane, std::move(predecessors), begin(last), *chain);
+  return last = *chain;
+}
+
 void join_capture(Stream& stream, const Event& event) {
+  if (event.capture->ended) refuse_captured(event, "cudaStreamWaitEvent");
   if (!stream.capture) {
     stream.capture = event.capture;
     stream.tails.clear();
@@ -79,7 +115,7 @@ Stream& stream_of(cudaStream_t handle, const char* user) {
   return *stream;
 }
 
-void enqueue(Stream& stream, std::string name, Begin begin, const Chain& chain) {
+void enqueue(Stream& stream, std::string name, BeginAfter begin, const Chain& chain) {
   if (stream.capture) {
     GraphNode node{std::move(name),
                    std::move(begin),
@@ -90,22 +126,27 @@ void enqueue(Stream& stream, std::string name, Begin begin, const Chain& chain) 
     stream.capture->nodes.push_back(std::move(node));
     return;
   }
-  stream.last = submit(std::move(name), stream.lane, take_predecessors(stream), std::move(begin),
-                       chain ? *chain : nullptr);
-  if (chain) *chain = stream.last;
+  stream.last =
+      submit_chained(std::move(name), stream.lane, take_predecessors(stream), begin, chain);
   run_some();
 }
 
 void enqueue_body(Stream& stream, std::string name, std::function<void()> body) {
-  enqueue(stream, std::move(name), [body = std::move(body)]() -> Poll {
-    body();
-    return nullptr;
+  enqueue(stream, std::move(name), [body = std::move(body)](const OperationRef&) -> Begin {
+    return [body]() -> Poll {
+      body();
+      return nullptr;
+    };
   });
 }
 
 void refuse_in_capture(const char* user) {
   for (const Stream* stream : streams())
-    if (stream->capture) fail("%s while a stream is being captured", user);
+    if (const Capture* capture = stream->capture.get())
+      if (capture->mode == cudaStreamCaptureModeGlobal ||
+          (capture->mode == cudaStreamCaptureModeThreadLocal &&
+           capture->thread == std::this_thread::get_id()))
+        fail("%s while a stream is being captured", user);
 }
 
 }  // namespace cudasim
@@ -152,6 +193,7 @@ cudaError_t cudaStreamSynchronize(cudaStream_t handle) {
   ApiCall call;
   refuse_in_capture("cudaStreamSynchronize");
   Stream& stream = stream_of(handle, "cudaStreamSynchronize");
+  refuse_captured(stream, "cudaStreamSynchronize");
   for (const OperationRef& event : stream.waits) wait_for(event);
   wait_for(stream.last);
   check_slack();
@@ -161,6 +203,7 @@ cudaError_t cudaStreamSynchronize(cudaStream_t handle) {
 cudaError_t cudaStreamQuery(cudaStream_t handle) {
   ApiCall call;
   Stream& stream = stream_of(handle, "cudaStreamQuery");
+  refuse_captured(stream, "cudaStreamQuery");
   for (const OperationRef& event : stream.waits)
     if (!query(event)) return cudaErrorNotReady;
   return query(stream.last) ? cudaSuccess : cudaErrorNotReady;
@@ -168,7 +211,7 @@ cudaError_t cudaStreamQuery(cudaStream_t handle) {
 
 cudaError_t cudaDeviceSynchronize() {
   ApiCall call;
-  refuse_in_capture("cudaDeviceSynchronize");
+  for (const Stream* stream : streams()) refuse_captured(*stream, "cudaDeviceSynchronize");
   wait_for_all();
   check_slack();
   return cudaSuccess;
@@ -244,6 +287,7 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t stream_handle, cudaEvent_t handle, 
 cudaError_t cudaEventSynchronize(cudaEvent_t handle) {
   ApiCall call;
   refuse_in_capture("cudaEventSynchronize");
+  refuse_captured(event_of(handle), "cudaEventSynchronize");
   wait_for(event_of(handle).recorded);
   return cudaSuccess;
 }
@@ -251,7 +295,8 @@ cudaError_t cudaEventSynchronize(cudaEvent_t handle) {
 cudaError_t cudaEventQuery(cudaEvent_t handle) {
   ApiCall call;
   Event& event = event_of(handle);
-  if (event.capture) fail("cudaEventQuery of an event that was recorded in a capture");
+  refuse_in_capture("cudaEventQuery");
+  refuse_captured(event, "cudaEventQuery");
   return query(event.recorded) ? cudaSuccess : cudaErrorNotReady;
 }
 
@@ -266,12 +311,14 @@ cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t from, cudaEven
 }
 
 // --- graphs
-cudaError_t cudaStreamBeginCapture(cudaStream_t handle, cudaStreamCaptureMode) {
+cudaError_t cudaStreamBeginCapture(cudaStream_t handle, cudaStreamCaptureMode mode) {
   ApiCall call;
   Stream& stream = stream_of(handle, "cudaStreamBeginCapture");
   if (stream.capture) return cudaErrorIllegalState;
   stream.capture = std::make_shared<Capture>();
   stream.capture->origin = &stream;
+  stream.capture->mode = mode;
+  stream.capture->thread = std::this_thread::get_id();
   stream.capture->streams.push_back(&stream);
   stream.tails.clear();
   return cudaSuccess;
@@ -289,6 +336,9 @@ cudaError_t cudaStreamEndCapture(cudaStream_t handle, cudaGraph_t* result) {
   Stream& origin = stream_of(handle, "cudaStreamEndCapture");
   const std::shared_ptr<Capture> capture = origin.capture;
   if (!capture || capture->origin != &origin) return cudaErrorIllegalState;
+  if (capture->mode != cudaStreamCaptureModeRelaxed &&
+      capture->thread != std::this_thread::get_id())
+    return cudaErrorStreamCaptureWrongThread;
   // Every captured operation must lead to the origin's end.
   std::set<size_t> joined;
   std::vector<size_t> open(origin.tails.begin(), origin.tails.end());
@@ -310,7 +360,9 @@ cudaError_t cudaStreamEndCapture(cudaStream_t handle, cudaGraph_t* result) {
     stream->capture = nullptr;
     stream->tails.clear();
   }
-  auto* graph = new Graph{capture->nodes, capture->streams.size()};
+  capture->ended = true;
+  auto* graph = new Graph{std::move(capture->nodes), capture->streams.size()};
+  graphs().insert(graph);
   *result = reinterpret_cast<cudaGraph_t>(graph);
   return cudaSuccess;
 }
@@ -319,7 +371,9 @@ cudaError_t cudaGraphInstantiate(cudaGraphExec_t* result, cudaGraph_t handle,
                                  unsigned long long flags) {
   ApiCall call;
   if (flags != 0) fail("cudaGraphInstantiate: flags %llu are not modelled", flags);
-  auto* exec = new GraphExec{*reinterpret_cast<Graph*>(handle), {}, nullptr};
+  refuse_in_capture("cudaGraphInstantiate");
+  auto* exec = new GraphExec{graph_of<Graph>(handle, "cudaGraphInstantiate"), {}, nullptr};
+  graphs().insert(exec);
   for (size_t i = 0; i < exec->graph.lanes; ++i) exec->lanes.push_back(new_lane());
   *result = reinterpret_cast<cudaGraphExec_t>(exec);
   return cudaSuccess;
@@ -327,7 +381,7 @@ cudaError_t cudaGraphInstantiate(cudaGraphExec_t* result, cudaGraph_t handle,
 
 cudaError_t cudaGraphGetNodes(cudaGraph_t handle, cudaGraphNode_t* nodes, size_t* count) {
   if (nodes) fail("cudaGraphGetNodes: only the count is modelled");
-  *count = reinterpret_cast<Graph*>(handle)->nodes.size();
+  *count = graph_of<Graph>(handle, "cudaGraphGetNodes").nodes.size();
   return cudaSuccess;
 }
 
@@ -335,9 +389,9 @@ cudaError_t cudaGraphUpload(cudaGraphExec_t, cudaStream_t) { return cudaSuccess;
 
 cudaError_t cudaGraphLaunch(cudaGraphExec_t handle, cudaStream_t stream_handle) {
   ApiCall call;
-  auto& exec = *reinterpret_cast<GraphExec*>(handle);
+  auto& exec = graph_of<GraphExec>(handle, "cudaGraphLaunch");
   Stream& stream = stream_of(stream_handle, "cudaGraphLaunch");
-  if (stream.capture) fail("cudaGraphLaunch in a stream that is being captured");
+  if (stream.capture) fail("cudaGraphLaunch in a stream that is being captured is not modelled");
   std::vector<OperationRef> before = take_predecessors(stream);
   if (exec.last) before.push_back(exec.last);
   std::vector<OperationRef> operations;
@@ -345,10 +399,8 @@ cudaError_t cudaGraphLaunch(cudaGraphExec_t handle, cudaStream_t stream_handle) 
     std::vector<OperationRef> predecessors =
         node.predecessors.empty() ? before : decltype(before){};
     for (size_t index : node.predecessors) predecessors.push_back(operations[index]);
-    operations.push_back(submit(node.name, exec.lanes[static_cast<size_t>(node.lane)],
-                                std::move(predecessors), node.begin,
-                                node.chain ? *node.chain : nullptr));
-    if (node.chain) *node.chain = operations.back();
+    operations.push_back(submit_chained(node.name, exec.lanes[static_cast<size_t>(node.lane)],
+                                        std::move(predecessors), node.begin, node.chain));
   }
   operations.insert(operations.end(), before.begin(), before.end());
   stream.last = submit("end of graph", stream.lane, std::move(operations), [] { return Poll(); });
@@ -358,12 +410,17 @@ cudaError_t cudaGraphLaunch(cudaGraphExec_t handle, cudaStream_t stream_handle) 
 }
 
 cudaError_t cudaGraphDestroy(cudaGraph_t handle) {
-  delete reinterpret_cast<Graph*>(handle);
+  ApiCall call;
+  delete &graph_of<Graph>(handle, "cudaGraphDestroy");
+  graphs().erase(handle);
   return cudaSuccess;
 }
 
+// A launch that has not ended goes on.
 cudaError_t cudaGraphExecDestroy(cudaGraphExec_t handle) {
-  delete reinterpret_cast<GraphExec*>(handle);
+  ApiCall call;
+  delete &graph_of<GraphExec>(handle, "cudaGraphExecDestroy");
+  graphs().erase(handle);
   return cudaSuccess;
 }
 

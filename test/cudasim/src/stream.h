@@ -7,6 +7,7 @@
 #include <memory>
 #include <set>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "scheduler.h"
@@ -16,9 +17,12 @@ namespace cudasim {
 // Operations that must run one after the other without ordering memory: a communicator's.
 using Chain = std::shared_ptr<OperationRef>;
 
+// The operation of a communicator, after the one before of any communicator (null: none).
+using BeginAfter = std::function<Begin(const OperationRef& previous)>;
+
 struct GraphNode {
   std::string name;
-  Begin begin;
+  BeginAfter begin;
   int lane;  // index into the lanes of an instantiation
   std::vector<size_t> predecessors;
   Chain chain;
@@ -29,6 +33,9 @@ struct Stream;
 // What streams record between cudaStreamBeginCapture and cudaStreamEndCapture.
 struct Capture {
   Stream* origin = nullptr;
+  cudaStreamCaptureMode mode = cudaStreamCaptureModeGlobal;
+  std::thread::id thread;  // that began it
+  bool ended = false;
   std::vector<Stream*> streams;  // that take part; the index is the node's lane
   std::vector<GraphNode> nodes;
 };
@@ -53,12 +60,14 @@ struct Event {
 // The stream of a handle; fails for the default streams and for handles that are not streams.
 Stream& stream_of(cudaStream_t handle, const char* user);
 
-// Adds an operation to the stream, or to the graph that the stream is captured into.
-void enqueue(Stream& stream, std::string name, Begin begin, const Chain& chain = nullptr);
+// Adds an operation to the stream, or to the graph that the stream is captured into. chain: the
+// communicator's, of its operations.
+void enqueue(Stream& stream, std::string name, BeginAfter begin, const Chain& chain = nullptr);
 // The same for a body that is complete when it returns.
 void enqueue_body(Stream& stream, std::string name, std::function<void()> body);
 
-// Fails if any stream is being captured: `user` is not allowed then.
+// Fails if this thread captures a stream, or any thread does in global mode: `user`, which waits or
+// allocates, is not allowed then.
 void refuse_in_capture(const char* user);
 
 }  // namespace cudasim

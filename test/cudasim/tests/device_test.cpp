@@ -6,6 +6,7 @@
 #include <bit>
 #include <cmath>
 #include <cstring>
+#include <thread>
 #include <vector>
 
 #include "device_kernels.h"
@@ -180,7 +181,7 @@ void run_buffer_reuse(bool wait) {
   EXPECT(result[0] == 1 && result[N] == 2);
 }
 
-// One step captured over two streams and replayed.
+// One step captured over two streams and replayed. A factor is copied into the graph.
 void run_graph(bool join_upload) {
   constexpr int N = 64;
   float* host = pinned(N);
@@ -195,7 +196,9 @@ void run_graph(bool join_upload) {
   CHECK(cudaMemcpyAsync(input, host, N * sizeof(float), cudaMemcpyHostToDevice, side));
   CHECK(cudaEventRecord(ready, side));
   if (join_upload) CHECK(cudaStreamWaitEvent(main, ready, 0));
-  CHECK(scale(output, input, 2.0f, N, Fault::none, main));
+  float factor = 2;
+  CHECK(scale(output, input, factor, N, Fault::none, main));
+  factor = 3;
   if (!join_upload) CHECK(cudaStreamWaitEvent(main, ready, 0));
   cudaGraph_t graph;
   cudaGraphExec_t exec;
@@ -207,6 +210,128 @@ void run_graph(bool join_upload) {
     main.wait();
     EXPECT(output.host()[N - 1] == static_cast<float>(2 * step));
   }
+}
+
+// A capture of two streams, with what may go wrong before, in and after it.
+struct Capture {
+  const StreamHandle main, side;
+  cudaEvent_t fork, joined, outside;
+  const DeviceArray<float> data{ramp(64)};
+  cudaGraph_t graph = nullptr;
+
+  explicit Capture(cudaStreamCaptureMode mode = cudaStreamCaptureModeThreadLocal) {
+    for (cudaEvent_t* event : {&fork, &joined, &outside})
+      CHECK(cudaEventCreateWithFlags(event, cudaEventDisableTiming));
+    CHECK(cudaEventRecord(outside, main));
+    CHECK(cudaStreamBeginCapture(main, mode));
+    CHECK(cudaEventRecord(fork, main));
+    CHECK(cudaStreamWaitEvent(side, fork, 0));
+    CHECK(scale(data, data, 2.0f, 64, Fault::none, side));
+    CHECK(cudaEventRecord(joined, side));
+  }
+  void join() { CHECK(cudaStreamWaitEvent(main, joined, 0)); }
+  void end() {
+    join();
+    CHECK(cudaStreamEndCapture(main, &graph));
+  }
+  cudaGraphExec_t instance() {
+    end();
+    cudaGraphExec_t exec;
+    CHECK(cudaGraphInstantiate(&exec, graph, 0));
+    return exec;
+  }
+};
+
+void run_capture_and_other_threads(cudaStreamCaptureMode mode) {
+  Capture capture(mode);
+  std::thread([&] { CHECK(cudaEventSynchronize(capture.outside)); }).join();
+  cudaGraph_t graph;
+  std::thread([&] {
+    EXPECT(cudaStreamEndCapture(capture.main, &graph) == cudaErrorStreamCaptureWrongThread);
+  }).join();
+  EXPECT(cudaStreamBeginCapture(capture.main, mode) == cudaErrorIllegalState);
+  capture.end();
+  size_t nodes = 0;
+  CHECK(cudaGraphGetNodes(capture.graph, nullptr, &nodes));
+  EXPECT(nodes == 1);
+}
+
+// What follows a launch in its stream follows all of the graph, and a graph goes while it runs.
+void run_graph_then_stream(bool same_stream) {
+  const DeviceArray<float> output(64);
+  Capture capture;
+  const cudaGraphExec_t exec = capture.instance();
+  CHECK(cudaGraphDestroy(capture.graph));
+  CHECK(cudaGraphLaunch(exec, capture.main));
+  CHECK(cudaGraphLaunch(exec, capture.main));
+  CHECK(cudaGraphExecDestroy(exec));
+  CHECK(scale(output, capture.data, 2.0f, 64, Fault::none,
+              same_stream ? capture.main : capture.side));
+  CHECK(cudaDeviceSynchronize());
+  EXPECT(output.host()[0] == 8 * ramp(1)[0]);
+}
+
+void capture_faults() {
+  const auto refused = [](const char* name, const char* report, void (*misuse)(Capture&)) {
+    scenario(name, Caught::always, report, [misuse] {
+      Capture capture;
+      misuse(capture);
+    });
+  };
+  const auto wait = [](Capture& c) { c.side.wait(); };
+  refused("  wait for a captured stream", "cudaStreamSynchronize while", wait);
+  refused("  query of a captured stream", "cudaStreamQuery of a stream that is being captured",
+          [](Capture& c) { cudaStreamQuery(c.side); });
+  refused("  wait for the device in a capture", "cudaDeviceSynchronize of a stream",
+          [](Capture&) { cudaDeviceSynchronize(); });
+  refused("  event query in a capture", "cudaEventQuery while",
+          [](Capture& c) { cudaEventQuery(c.outside); });
+  refused("  event wait in a capture", "cudaEventSynchronize while",
+          [](Capture& c) { cudaEventSynchronize(c.outside); });
+  refused("  cudaMalloc in a capture", "cudaMalloc while", [](Capture&) {
+    void* memory;
+    cudaMalloc(&memory, 64);
+  });
+  refused("  cudaFree in a capture", "cudaFree while", [](Capture& c) { cudaFree(c.data); });
+  refused("  cudaMallocHost in a capture", "cudaMallocHost while", [](Capture&) { pinned(16); });
+  refused("  copy that waits in a capture", "cudaMemcpy while", [](Capture& c) { c.data.host(); });
+  refused("  default stream in a capture", "default stream",
+          [](Capture& c) { cudaMemsetAsync(c.data, 0, 64, nullptr); });
+  refused("  event from before the capture", "from outside of the capture",
+          [](Capture& c) { cudaStreamWaitEvent(c.side, c.outside, 0); });
+  refused("  stream that is not joined", "is not joined",
+          [](Capture& c) { cudaStreamEndCapture(c.main, &c.graph); });
+  refused("  event of a capture that has ended", "recorded in a capture", [](Capture& c) {
+    c.end();
+    cudaStreamWaitEvent(c.side, c.joined, 0);
+  });
+  refused("  host waits for an event of a capture", "recorded in a capture", [](Capture& c) {
+    c.end();
+    cudaEventSynchronize(c.joined);
+  });
+  refused("  stream destroyed in a capture", "cudaStreamDestroy of a stream",
+          [](Capture& c) { cudaStreamDestroy(c.side); });
+  refused("  launch in a capture", "is not modelled", [](Capture& c) {
+    const cudaGraphExec_t exec = c.instance();
+    CHECK(cudaStreamBeginCapture(c.main, cudaStreamCaptureModeThreadLocal));
+    cudaGraphLaunch(exec, c.main);
+  });
+  refused("  launch of a graph that was destroyed", "is not a graph", [](Capture& c) {
+    const cudaGraphExec_t exec = c.instance();
+    CHECK(cudaGraphExecDestroy(exec));
+    cudaGraphLaunch(exec, c.main);
+  });
+  refused("  graph destroyed twice", "is not a graph", [](Capture& c) {
+    c.end();
+    CHECK(cudaGraphDestroy(c.graph));
+    cudaGraphDestroy(c.graph);
+  });
+  refused("  memory of a graph freed", "", [](Capture& c) {
+    const cudaGraphExec_t exec = c.instance();
+    CHECK(cudaFree(c.data));
+    CHECK(cudaGraphLaunch(exec, c.main));
+    c.main.wait();
+  });
 }
 
 void run_use_after_free() {
@@ -332,6 +457,13 @@ void host_scenarios() {
   scenario("  no wait for the reader", Caught::sometimes, "race", [] { run_buffer_reuse(false); });
   scenario("graph over two streams", Caught::never, "", [] { run_graph(true); });
   scenario("  no join before the kernel", Caught::sometimes, "", [] { run_graph(false); });
+  scenario("graph and what follows it", Caught::never, "", [] { run_graph_then_stream(true); });
+  scenario("  in another stream", Caught::sometimes, "race", [] { run_graph_then_stream(false); });
+  scenario("capture, other threads wait", Caught::never, "",
+           [] { run_capture_and_other_threads(cudaStreamCaptureModeThreadLocal); });
+  scenario("  in global mode", Caught::always, "cudaEventSynchronize while",
+           [] { run_capture_and_other_threads(cudaStreamCaptureModeGlobal); });
+  capture_faults();
   scenario("use of freed memory", Caught::always, "", run_use_after_free);
   scenario("host dereferences device memory", Caught::always, "host code", run_host_dereference);
   scenario("kernel reads host memory", Caught::by_tracker, "host memory", run_read_host);

@@ -214,6 +214,38 @@ void run_async_error() {
   stream.wait();
 }
 
+// Gathers and reductions on two streams in a graph; `chained`: in one order.
+void run_nccl_graph(bool chained, bool destroyed) {
+  setenv("CUDASIM_NCCL_EXCLUSIVE", "1", 1);
+  setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "1", 1);  // has no effect on a graph
+  constexpr int N = 64;
+  const ncclComm_t gathers = lone_communicator(), reductions = lone_communicator();
+  const StreamHandle main, side;
+  const DeviceArray<float> x(ramp(N)), y(N), z(ramp(N));
+  cudaEvent_t fork, gathered, reduced;
+  for (cudaEvent_t* event : {&fork, &gathered, &reduced})
+    CHECK(cudaEventCreateWithFlags(event, cudaEventDisableTiming));
+  CHECK(cudaStreamBeginCapture(main, cudaStreamCaptureModeThreadLocal));
+  CHECK(cudaEventRecord(fork, main));
+  CHECK(cudaStreamWaitEvent(side, fork, 0));
+  NCCL_CHECK(ncclAllGather(x, y, N, ncclFloat32, gathers, main));
+  CHECK(cudaEventRecord(gathered, main));
+  if (chained) CHECK(cudaStreamWaitEvent(side, gathered, 0));
+  NCCL_CHECK(ncclAllReduce(z, z, N, ncclFloat32, ncclSum, reductions, side));
+  CHECK(cudaEventRecord(reduced, side));
+  CHECK(cudaStreamWaitEvent(main, reduced, 0));
+  cudaGraph_t graph;
+  cudaGraphExec_t exec;
+  CHECK(cudaStreamEndCapture(main, &graph));
+  CHECK(cudaGraphInstantiate(&exec, graph, 0));
+  CHECK(cudaGraphDestroy(graph));
+  for (int launch = 0; launch < 2; ++launch) CHECK(cudaGraphLaunch(exec, main));
+  main.wait();
+  EXPECT(y.host() == ramp(N) && z.host() == ramp(N));
+  if (destroyed) CHECK(cudaGraphExecDestroy(exec));
+  for (ncclComm_t comm : {gathers, reductions}) NCCL_CHECK(ncclCommDestroy(comm));
+}
+
 // --- NCCL with several ranks
 struct World {
   int rank, size;
@@ -360,6 +392,11 @@ int main(int argc, char** argv) {
   scenario("  buffers overlap", Caught::always, "overlap", run_overlap);
   scenario("  window not aligned", Caught::always, "aligned", run_unaligned_window);
   scenario("async error and abort", Caught::never, "", run_async_error);
+  scenario("NCCL in a graph", Caught::never, "", [] { run_nccl_graph(true, true); });
+  scenario("  communicators in no order", Caught::always, "nothing orders",
+           [] { run_nccl_graph(false, true); });
+  scenario("  communicator ends before the graph", Caught::always, "are in a graph",
+           [] { run_nccl_graph(true, false); });
   scenario("NVTX ranges", Caught::never, "", [] { run_ranges(2); });
   scenario("  more ends than begins", Caught::always, "no range", [] { run_ranges(3); });
   scenario("  range without a name", Caught::always, "nvtx: a range", run_range_without_name);
