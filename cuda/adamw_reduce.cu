@@ -18,6 +18,7 @@ namespace {
 // PyTorch's AdamW; the factors are computed on the host in double.
 template <typename P, int W>
 __global__ void __launch_bounds__(kElementThreads) adamw_kernel(AdamW a) {
+  const AdamWFactors f = a.on_device ? *a.on_device : a.factors;
   for_each_chunk<W>(1, a.n, [&]<int N>(int64_t, int64_t i, Width<N>) {
     float p[N], g[N], m[N], v[N];
     load<N, Memory::device_once>(a.p + i, p);
@@ -26,10 +27,10 @@ __global__ void __launch_bounds__(kElementThreads) adamw_kernel(AdamW a) {
     load<N, Memory::device_once>(a.v + i, v);
 #pragma unroll
     for (int j = 0; j < N; ++j) {
-      const float grad = g[j] * a.grad_scale;
+      const float grad = g[j] * f.grad_scale;
       m[j] += (grad - m[j]) * (1.f - a.beta1);
       v[j] = v[j] * a.beta2 + grad * grad * (1.f - a.beta2);
-      p[j] = p[j] * a.decay - m[j] / (sqrtf(v[j]) * a.root_scale + a.eps) * a.step_size;
+      p[j] = p[j] * f.decay - m[j] / (sqrtf(v[j]) * f.root_scale + a.eps) * f.step_size;
     }
     store<N, Memory::device_once>(a.m + i, m);
     store<N, Memory::device_once>(a.v + i, v);
@@ -84,6 +85,7 @@ __global__ void __launch_bounds__(kElementThreads) cast_kernel(View from, View t
 
 template <typename P, int W>
 __global__ void __launch_bounds__(kElementThreads) sum_parts_kernel(SumParts a) {
+  const float scale = value_of(a.scale);
   for_each_chunk<W>(1, a.n, [&]<int N>(int64_t, int64_t i, Width<N>) {
     float sum[N] = {}, v[N];
     for (int part = 0; part < a.count; ++part) {
@@ -94,7 +96,7 @@ __global__ void __launch_bounds__(kElementThreads) sum_parts_kernel(SumParts a) 
     float out[N] = {};
     if (a.accumulate) load<N>(a.out + i, out);
 #pragma unroll
-    for (int j = 0; j < N; ++j) out[j] += sum[j] * a.scale;
+    for (int j = 0; j < N; ++j) out[j] += sum[j] * scale;
     store<N>(a.out + i, out);
   });
 }

@@ -25,7 +25,7 @@ sources     += $(CUDA_SRC) $(CUDA_KERNELS)
 # No fmt and no MPI in .cu files, so they need none of the host's flags.
 CUDA_CODE  := $(foreach a,$(CUDA_ARCHS),-gencode arch=compute_$(a),code=sm_$(a)) \
               -gencode arch=compute_$(lastword $(CUDA_ARCHS)),code=compute_$(lastword $(CUDA_ARCHS))
-NVCC_FLAGS := -std=c++20 -O3 -lineinfo -I. $(CUDA_CODE) -Xcompiler -Wall,-Wextra \
+NVCC_FLAGS := -std=c++20 -O3 -lineinfo -I. -Iinclude $(CUDA_CODE) -Xcompiler -Wall,-Wextra \
               $(if $(WERROR),-Werror all-warnings) $(NVCCFLAGS)
 
 # A change of the flags builds anew, as `commands` of the Makefile does for host code.

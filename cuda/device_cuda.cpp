@@ -64,13 +64,19 @@ int with_device(int ordinal) {
 
 // --- Event, Stream, PinnedMemory
 Event::Event() { CUDA_CHECK(cudaEventCreateWithFlags(&event_, cudaEventDisableTiming)); }
-void Event::record(cudaStream_t stream) { CUDA_CHECK(cudaEventRecord(event_, stream)); }
-void Event::make_wait(cudaStream_t stream) const {
-  CUDA_CHECK(cudaStreamWaitEvent(stream, event_, 0));
+void Event::record(cudaStream_t stream) {
+  CUDA_CHECK(cudaEventRecord(event_, stream));
+  recorded_ = true;
 }
-void Event::synchronize() const { CUDA_CHECK(cudaEventSynchronize(event_)); }
+void Event::make_wait(cudaStream_t stream) const {
+  if (recorded_) CUDA_CHECK(cudaStreamWaitEvent(stream, event_, 0));
+}
+void Event::synchronize() const {
+  if (recorded_) CUDA_CHECK(cudaEventSynchronize(event_));
+}
 
 bool Event::done() const {
+  if (!recorded_) return true;
   const cudaError_t status = cudaEventQuery(event_);
   if (status == cudaErrorNotReady) return false;
   CUDA_CHECK(status);
@@ -84,6 +90,12 @@ Stream::Stream(Priority priority) {
                                           priority == Priority::high ? highest : lowest));
 }
 void Stream::synchronize() const { CUDA_CHECK(cudaStreamSynchronize(stream_)); }
+
+bool is_captured(cudaStream_t stream) {
+  cudaStreamCaptureStatus status{};
+  CUDA_CHECK(cudaStreamIsCapturing(stream, &status));
+  return status != cudaStreamCaptureStatusNone;
+}
 
 void* PinnedMemory::allocate(size_t bytes) {
   if (bytes == 0) return nullptr;

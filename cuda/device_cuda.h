@@ -3,6 +3,12 @@
 // Memory comes from cudaMalloc, so it is aligned to 256 bytes. All operators and copies run on the
 // one compute stream, which does not wait for the legacy default stream; other streams are ordered
 // with it by Events. A thread that calls CUDA for this device calls make_current() first.
+//
+// [Note: Capture]  record() captures the compute stream into a graph, in the mode in which other
+// threads may go on to call CUDA. Streams of a SideStreams take part: they branch off at the
+// beginning and are joined at the end. An event that was recorded inside means nothing outside and
+// the other way round, so whenever one side is left, here and after each launch of a graph, they
+// branch off anew: they wait for all of the compute stream, and earlier events are forgotten.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -10,6 +16,7 @@
 #include <functional>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "device/device.h"
 #include "device/host_memory.h"
@@ -23,18 +30,23 @@ class Event {
   ~Event() {
     if (event_) cudaEventDestroy(event_);
   }
-  Event(Event&& other) noexcept : event_(std::exchange(other.event_, nullptr)) {}
+  Event(Event&& other) noexcept
+      : event_(std::exchange(other.event_, nullptr)), recorded_(other.recorded_) {}
   Event& operator=(Event&& other) noexcept {
     std::swap(event_, other.event_);
+    std::swap(recorded_, other.recorded_);
     return *this;
   }
   void record(cudaStream_t stream);
+  void forget() { recorded_ = false; }  // as if never recorded
+  // Of one that was never recorded nobody waits.
   void make_wait(cudaStream_t stream) const;  // what `stream` gets later runs after the record
-  void synchronize() const;                   // the host waits; at once if never recorded
+  void synchronize() const;                   // the host waits
   bool done() const;                          // does not wait
 
  private:
   cudaEvent_t event_ = nullptr;
+  bool recorded_ = false;
 };
 
 class Stream {
@@ -54,6 +66,17 @@ class Stream {
 
  private:
   cudaStream_t stream_ = nullptr;
+};
+
+// Whether what the stream gets is captured into a graph.
+bool is_captured(cudaStream_t stream);
+
+// Streams that work beside a device's compute stream, see [Note: Capture].
+class SideStreams {
+ public:
+  virtual ~SideStreams() = default;
+  virtual void branch_off() = 0;
+  virtual void join() = 0;  // what the compute stream gets later comes after all that they have
 };
 
 // Host memory that copies to and from a GPU can run on asynchronously: page-locked. Slow to get.
@@ -96,6 +119,11 @@ class CudaDevice final : public Device {
   void order(Queue first, Queue then) override;
   void wait_for_copies() override;
 
+  std::unique_ptr<Recording> record(const std::function<void()>& work) override;
+  int recordings() const { return recordings_; }  // that exist: memory that they use stays
+  void add(SideStreams* streams) { side_streams_.push_back(streams); }
+  void remove(SideStreams* streams) { std::erase(side_streams_, streams); }
+
   cudaStream_t stream() const { return stream_; }
   void synchronize();  // the host waits for the compute stream
   void make_current() const;
@@ -106,6 +134,10 @@ class CudaDevice final : public Device {
   int numa_node() const;  // of the PCI device; -1 where the system does not tell
 
  private:
+  class Graph;
+  void branch_off() const {
+    for (SideStreams* streams : side_streams_) streams->branch_off();
+  }
   struct Slot {  // of pinned memory through which copies of pageable memory go, in pieces
     Buffer memory;
     Event moved;  // the last copy from or to it
@@ -125,6 +157,8 @@ class CudaDevice final : public Device {
   Event downloaded_;  // the end of download_start()
   PinnedMemory pinned_;
   Slot slots_[2];
+  std::vector<SideStreams*> side_streams_;
+  int recordings_ = 0;
 };
 
 }  // namespace qshard::cuda

@@ -12,6 +12,7 @@
 #include "cuda/check_cuda.h"
 #include "cuda/ptx.cuh"
 #include "cuda/view.h"
+#include "device/factors.h"
 
 namespace qshard::cuda {
 
@@ -68,6 +69,10 @@ __device__ __forceinline__ void for_each_chunk(int64_t rows, int64_t cols, F&& b
 }
 
 // --- f32 in registers, T in memory
+__device__ __forceinline__ float value_of(const Factor& f) {
+  return f.on_device ? *f.on_device : f.value;
+}
+
 __device__ __forceinline__ float to_float(float x) { return x; }
 __device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
 __device__ __forceinline__ float to_float(__half x) { return __half2float(x); }

@@ -5,6 +5,7 @@
 #include <cuda_runtime.h>
 
 #include "cuda/view.h"
+#include "device/factors.h"
 
 namespace qshard::cuda {
 
@@ -81,7 +82,7 @@ void embedding(cudaStream_t stream, const int32_t* ids, View w, View x);
 void embedding_grad(cudaStream_t stream, const int32_t* ids, View dx, View dw);
 void swiglu(cudaStream_t stream, View gu, View a);
 void swiglu_grad(cudaStream_t stream, View da, View gu, View d_gu);
-void cross_entropy(cudaStream_t stream, View logits, const int32_t* labels, float scale,
+void cross_entropy(cudaStream_t stream, View logits, const int32_t* labels, Factor scale,
                    View d_logits, float* loss);
 
 // --- adamw_reduce.cu
@@ -90,7 +91,9 @@ struct AdamW {
   float *p, *m, *v;
   const float* g;
   View p_out;  // [1,n] P, or empty
-  float decay, beta1, beta2, eps, grad_scale, step_size, root_scale;
+  float beta1, beta2, eps;
+  AdamWFactors factors;
+  const AdamWFactors* on_device;  // null: factors
 };
 void adamw(cudaStream_t stream, const AdamW& a);
 
@@ -107,7 +110,7 @@ struct SumParts {
   int count;
   Type type;
   int64_t n;
-  float scale;
+  Factor scale = 1;
   float* out;
   bool accumulate;
 };

@@ -181,7 +181,7 @@ __device__ Softmax softmax_of_row(const float* x, int64_t V) {
 // barrier between reading and writing is enough.
 template <typename P, int W>
 __global__ void __launch_bounds__(kLossThreads)
-    cross_entropy_kernel(View logits, const int32_t* labels, float scale, View d_logits,
+    cross_entropy_kernel(View logits, const int32_t* labels, Factor given_scale, View d_logits,
                          float* loss) {
   const int64_t n = blockIdx.x, V = logits.cols;
   const float* x = logits.as<float>() + n * logits.ld;
@@ -199,6 +199,7 @@ __global__ void __launch_bounds__(kLossThreads)
   }
   if (threadIdx.x == 0) loss[n] = kept ? logf(s.sum) + (s.max - at_label) : 0.f;
   if (!d) return;
+  const float scale = value_of(given_scale);
   const float factor = kept ? scale / s.sum : 0.f;
   for (int64_t turn = 0; turn < V; turn += kLossThreads * W) {
     const int64_t c = turn + int64_t{threadIdx.x} * W;
@@ -256,7 +257,7 @@ void swiglu_grad(cudaStream_t stream, View da, View gu, View d_gu) {
   });
 }
 
-void cross_entropy(cudaStream_t stream, View logits, const int32_t* labels, float scale,
+void cross_entropy(cudaStream_t stream, View logits, const int32_t* labels, Factor scale,
                    View d_logits, float* loss) {
   if (logits.rows == 0) return;
   // One for all types, so that the order of the sums is the same with and without a gradient.

@@ -116,11 +116,12 @@ class LaunchOrder {
     if (!chained_) setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "1", 1);
   }
   void before(cudaStream_t stream) const {
-    if (chained_) last_.make_wait(stream);
+    if (chained_ || cuda::is_captured(stream)) last_.make_wait(stream);
   }
   void after(cudaStream_t stream) {
-    if (chained_) last_.record(stream);
+    if (chained_ || cuda::is_captured(stream)) last_.record(stream);
   }
+  void forget() { last_.forget(); }
 
  private:
   bool chained_;
@@ -257,7 +258,7 @@ void require_distinct_gpus(const World& world, const CudaDevice& device) {
   if (!shared.empty()) throw AgreedError(shared);
 }
 
-class NcclCollectives final : public PrivateCollectives {
+class NcclCollectives final : public PrivateCollectives, private cuda::SideStreams {
  public:
   // memory: null for plain buffers.
   NcclCollectives(World& world, Backend& backend, int full_buffers, const std::string& buffers,
@@ -279,6 +280,8 @@ class NcclCollectives final : public PrivateCollectives {
   std::vector<Tensor> parts(int unit, int slot, int piece) override {
     return {received_rows(unit, slot, 0, piece)};
   }
+  void branch_off() override;
+  void join() override;
   void poll() const {
     gathers_->poll();
     reductions_->poll();
@@ -291,6 +294,7 @@ class NcclCollectives final : public PrivateCollectives {
   std::vector<Event> published_, gathered_;  // [unit] in the compute and the gather stream
   std::vector<Event> last_use_;              // [full buffer] in the compute stream
   std::vector<Slot> slots_;
+  Event branched_, joined_;  // in the compute stream; in each of the others
   const std::shared_ptr<LaunchOrder> order_ = LaunchOrder::shared();
   std::unique_ptr<Channel> gathers_, reductions_;
 };
@@ -307,10 +311,12 @@ NcclCollectives::NcclCollectives(World& world, Backend& backend, int full_buffer
   gathers_ = std::make_unique<Channel>(world, *order_, buffers == "copy-engine");
   reductions_ = std::make_unique<Channel>(world, *order_, false);
   watcher_ = device_.watch([this] { poll(); });
+  device_.add(this);
 }
 
 // The channels first, then what still uses the buffers in the compute stream.
 NcclCollectives::~NcclCollectives() {
+  device_.remove(this);
   device_.unwatch(watcher_);
   if (memory_) memory_->account_on_gpu(-1);
   if (std::uncaught_exceptions() > 0) {
@@ -337,6 +343,27 @@ void NcclCollectives::allocated() {
   memory_->account_on_gpu(+1);
   gathers_->add_windows(gather_buffers());
   reductions_->add_windows(reduce_buffers());
+}
+
+// Between steps no unit is gathered or reduced: nothing that is forgotten will be waited for.
+void NcclCollectives::branch_off() {
+  for (std::vector<Event>* events : {&published_, &gathered_, &last_use_})
+    for (Event& event : *events) event.forget();
+  for (Slot& slot : slots_) {
+    slot.written.forget();
+    slot.done.forget();
+  }
+  order_->forget();
+  branched_.record(device_.stream());
+  for (const Channel* channel : {gathers_.get(), reductions_.get()})
+    branched_.make_wait(channel->stream());
+}
+
+void NcclCollectives::join() {
+  for (const Channel* channel : {gathers_.get(), reductions_.get()}) {
+    joined_.record(channel->stream());
+    joined_.make_wait(device_.stream());
+  }
 }
 
 void NcclCollectives::start_gather(int unit, int full) {

@@ -18,8 +18,8 @@
 // start in one order on all ranks: that of the calls, which is the same everywhere, since one
 // thread makes them and Prefetch has no branch that depends on time. NCCL 2.26 and newer starts
 // kernels in that order when NCCL_LAUNCH_ORDER_IMPLICIT is set before its first launch, as it is
-// here; with an older one each operation waits for the end of the last one, whichever its
-// communicator was.
+// here; with an older one, and in a graph, whose nodes have no order but that of events, each
+// operation waits for the end of the last one, whichever its communicator was.
 //
 // Sums are NCCL's: repeatable on the same machine, but not in rank order, and with a reduce_dtype
 // of 16 bits rounded to it after each rank's addition.

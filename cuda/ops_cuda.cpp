@@ -1,7 +1,6 @@
 #include "cuda/ops_cuda.h"
 
 #include <chrono>
-#include <cmath>
 
 #include "cuda/arguments.h"
 #include "cuda/check_cuda.h"
@@ -16,6 +15,7 @@ CudaOps::CudaOps(CudaDevice& device, F32Products f32_products)
 
 float* CudaOps::scratch(int64_t floats) {
   if (!scratch_.tensor() || scratch_->numel() < floats) {
+    if (device_.recordings() > 0) recorded_scratch_.push_back(std::move(scratch_));
     scratch_.reset();  // before the larger one is made; waits for the kernels that use it
     scratch_ = Buffer(device_, DType::f32, {std::max<int64_t>(1, floats)}, Segment::workspace,
                       "operators' scratch");
@@ -212,7 +212,7 @@ void CudaOps::swiglu_grad(Tensor da, Tensor gu, Tensor d_gu) {
   cuda::swiglu_grad(stream_, view_of(da), view_of(gu), view_of(d_gu));
 }
 
-void CudaOps::cross_entropy(Tensor logits, Tensor labels, float scale, Tensor d_logits,
+void CudaOps::cross_entropy(Tensor logits, Tensor labels, Factor scale, Tensor d_logits,
                             Tensor loss) {
   expect_rank("cross_entropy", "logits", logits, 2);
   const int64_t n = logits.rows(), V = logits.cols();
@@ -244,8 +244,6 @@ void CudaOps::adamw(Tensor p, Tensor g, Tensor m, Tensor v, Tensor p_out, const 
   expect_flat("adamw", "m", m, DType::f32, n);
   expect_flat("adamw", "v", v, DType::f32, n);
   if (p_out) expect_flat("adamw", "p_out", p_out, param_dtype("adamw", "p_out", p_out), n);
-  QS_CHECK(step.step >= 1, "adamw: the first update is step 1, not {}", step.step);
-  const double t = static_cast<double>(step.step);
   AdamW a{};
   a.n = n;
   a.p = p.as<float>();
@@ -253,13 +251,11 @@ void CudaOps::adamw(Tensor p, Tensor g, Tensor m, Tensor v, Tensor p_out, const 
   a.v = v.as<float>();
   a.g = g.as<float>();
   a.p_out = flat_view_of(p_out);
-  a.decay = static_cast<float>(1.0 - double{step.lr} * double{step.weight_decay});
   a.beta1 = step.beta1;
   a.beta2 = step.beta2;
   a.eps = step.eps;
-  a.grad_scale = step.grad_scale;
-  a.step_size = static_cast<float>(step.lr / (1.0 - std::pow(double{step.beta1}, t)));
-  a.root_scale = static_cast<float>(1.0 / std::sqrt(1.0 - std::pow(double{step.beta2}, t)));
+  a.on_device = step.on_device;
+  if (!a.on_device) a.factors = step.factors();
   cuda::adamw(stream_, a);
 }
 
@@ -285,7 +281,7 @@ void CudaOps::cast(Tensor from, Tensor to) {
              flat ? flat_view_of(to) : view_of(to));
 }
 
-void CudaOps::sum_parts(std::span<const Tensor> parts, float scale, Tensor out, bool accumulate) {
+void CudaOps::sum_parts(std::span<const Tensor> parts, Factor scale, Tensor out, bool accumulate) {
   QS_CHECK(!parts.empty() && parts.size() <= kMaxParts, "sum_parts: {} parts, expected 1 to {}",
            parts.size(), kMaxParts);
   SumParts a{};

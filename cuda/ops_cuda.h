@@ -5,6 +5,8 @@
 // call needs, which waits for the GPU once: it belongs to the first step.
 #pragma once
 
+#include <vector>
+
 #include "cuda/device_cuda.h"
 #include "cuda/gemm_cublaslt.h"
 #include "cuda/kernels.h"
@@ -48,14 +50,14 @@ class CudaOps final : public Ops {
   void swiglu(Tensor gu, Tensor a) override;
   void swiglu_grad(Tensor da, Tensor gu, Tensor d_gu) override;
   // A label outside [0, V) other than -100 makes that token's loss NaN.
-  void cross_entropy(Tensor logits, Tensor labels, float scale, Tensor d_logits,
+  void cross_entropy(Tensor logits, Tensor labels, Factor scale, Tensor d_logits,
                      Tensor loss) override;
 
   void adamw(Tensor p, Tensor g, Tensor m, Tensor v, Tensor p_out, const AdamWStep& step) override;
   void add_sum(Tensor x, Tensor total) override;
   void add_sum_squares(Tensor x, Tensor total) override;
   void cast(Tensor from, Tensor to) override;
-  void sum_parts(std::span<const Tensor> parts, float scale, Tensor out, bool accumulate) override;
+  void sum_parts(std::span<const Tensor> parts, Factor scale, Tensor out, bool accumulate) override;
   void init_normal(Tensor out, uint64_t seed, uint64_t stream, int64_t first, float std) override;
   void fill(Tensor out, float value) override;
 
@@ -70,7 +72,8 @@ class CudaOps final : public Ops {
   cudaStream_t stream_;
   Gemm gemm_;
   Buffer scratch_;
-  Buffer partial_sums_;  // of add_sum
+  std::vector<Buffer> recorded_scratch_;  // earlier ones, which a recording may use
+  Buffer partial_sums_;                   // of add_sum
 };
 
 }  // namespace qshard::cuda

@@ -51,7 +51,8 @@ struct UnitSpec {
   bool rounds() const { return reduce_dtype == DType::bf16 || reduce_dtype == DType::fp16; }
 };
 
-// Counted by the transport where it moves bytes, in bytes of this rank since the start.
+// Counted by the transport where it moves bytes, in bytes of this rank since the start. What a
+// recording of the device moves is counted once, when it is made.
 //   logical  what a ring all-gather or reduce-scatter sends per rank: (N-1)/N of the pieces' full
 //            bytes, padding rows included, alignment gaps not.
 //   copied   what this rank really copied, sent, or read from other ranks' memory to sum it. Memory
@@ -94,7 +95,8 @@ class Collectives {
   virtual void reduce_start(int unit) = 0;
   // dst[p]: f32 [count of piece p]; padding rows get unspecified values. accumulate: +=
   // (micro-batches).
-  virtual void reduce_wait(int unit, std::span<const Tensor> dst, float scale, bool accumulate) = 0;
+  virtual void reduce_wait(int unit, std::span<const Tensor> dst, Factor scale,
+                           bool accumulate) = 0;
 
   const Traffic& traffic() const { return traffic_; }
 

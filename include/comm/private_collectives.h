@@ -28,7 +28,7 @@ class PrivateCollectives : public Collectives {
   void reshard(int unit) final;
   float* grad_buffer(int unit) final;
   void reduce_start(int unit) final;
-  void reduce_wait(int unit, std::span<const Tensor> dst, float scale, bool accumulate) final;
+  void reduce_wait(int unit, std::span<const Tensor> dst, Factor scale, bool accumulate) final;
 
  protected:
   // received_parts: parts that received() holds. Buffers come from `memory` or, without one, from

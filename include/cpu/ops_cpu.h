@@ -45,14 +45,14 @@ class CpuOps final : public Ops {
 
   void swiglu(Tensor gu, Tensor a) override;
   void swiglu_grad(Tensor da, Tensor gu, Tensor d_gu) override;
-  void cross_entropy(Tensor logits, Tensor labels, float scale, Tensor d_logits,
+  void cross_entropy(Tensor logits, Tensor labels, Factor scale, Tensor d_logits,
                      Tensor loss) override;
 
   void adamw(Tensor p, Tensor g, Tensor m, Tensor v, Tensor p_out, const AdamWStep& step) override;
   void add_sum(Tensor x, Tensor total) override;
   void add_sum_squares(Tensor x, Tensor total) override;
   void cast(Tensor from, Tensor to) override;
-  void sum_parts(std::span<const Tensor> parts, float scale, Tensor out, bool accumulate) override;
+  void sum_parts(std::span<const Tensor> parts, Factor scale, Tensor out, bool accumulate) override;
   void init_normal(Tensor out, uint64_t seed, uint64_t stream, int64_t first, float std) override;
   void fill(Tensor out, float value) override;
 

@@ -36,6 +36,18 @@ class QueuePoint {
   virtual ~QueuePoint() = default;
 };
 
+// [Note: Recording]  A GPU can take down what it is asked for instead of doing it, and do it as
+// often as it is told to later, all at once: a CUDA graph. It does the same on the same memory each
+// time, with the numbers that were given; those that change are read from the device's memory. What
+// waits for the device, allocates or copies from and to memory other than host() cannot be
+// recorded.
+class Recording {
+ public:
+  virtual ~Recording() = default;
+  virtual void run() = 0;             // in the order of the operators; the host does not wait
+  virtual int64_t nodes() const = 0;  // operators, copies and transfers
+};
+
 class Device {
  public:
   virtual ~Device() = default;
@@ -75,6 +87,11 @@ class Device {
   // Bytes that all programs together can still allocate; for host memory, those of the machine or
   // of the control group that limits this process. 0: not known.
   virtual int64_t bytes_available() const { return 0; }
+
+  // What `work` asks for is recorded and not done, see [Note: Recording]. The memory that it uses
+  // outlives the recording, which must not outlive the device or transports that take part. After
+  // an exception of `work` the device is of no more use.
+  virtual std::unique_ptr<Recording> record(const std::function<void()>& work);
 
   // Lets others go on with their work while this device computes or the host waits for it: poll()
   // calls all watchers. The CPU polls before each step of a layer (Ops::mark), a GPU in the waits

@@ -15,6 +15,7 @@
 #include <utility>
 
 #include "device/device.h"
+#include "device/factors.h"
 #include "tensor/tensor.h"
 
 namespace qshard {
@@ -22,12 +23,6 @@ namespace qshard {
 // Causal attention with grouped kv heads. Query head h uses kv head h / (H / K).
 struct AttentionShape {
   int64_t B, T, H, K, D;
-};
-
-struct AdamWStep {
-  float lr, beta1, beta2, eps, weight_decay;
-  int64_t step;      // 1 for the first update: bias correction is 1 - beta^step
-  float grad_scale;  // multiplies the gradient first (clipping)
 };
 
 // Bytes of a GPU that matrix products hold for themselves: what cuBLAS recommends for Hopper.
@@ -86,7 +81,7 @@ class Ops {
   // --- cross-entropy of one chunk of tokens. logits [n,V] f32; labels i32, -100 = ignored.
   // loss[n] (f32) = lse − logit[label], 0 where ignored. d_logits (P, view, or empty) =
   // (softmax − onehot)·scale, 0 rows where ignored; it may lie over logits with the same row start.
-  virtual void cross_entropy(Tensor logits, Tensor labels, float scale, Tensor d_logits,
+  virtual void cross_entropy(Tensor logits, Tensor labels, Factor scale, Tensor d_logits,
                              Tensor loss) = 0;
 
   // --- optimizer and element-wise
@@ -102,7 +97,7 @@ class Ops {
                     Tensor to) = 0;  // f32 ↔ bf16/fp16, round to nearest even; also a plain copy
   // out (f32) (+)= scale · Σ_i parts[i], summed in the order of parts in f32; parts f32, bf16 or
   // fp16, n elements each.
-  virtual void sum_parts(std::span<const Tensor> parts, float scale, Tensor out,
+  virtual void sum_parts(std::span<const Tensor> parts, Factor scale, Tensor out,
                          bool accumulate) = 0;
   // Element j of `out` (f32) = std · normal(seed, stream, first + j): counter-based, independent of
   // how the range is cut (Philox 4×32-10, Box–Muller). Ones when std is 0 is the caller's business.

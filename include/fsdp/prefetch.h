@@ -20,6 +20,8 @@ namespace qshard {
 struct MicroBatch {
   bool first = true, last = true;
   float loss_scale = 1;  // of backward; the reduction divides by it: [Note: Loss scaling]
+  // In the device's memory, or null: what is used instead of the weight and the loss scale.
+  const GradFactors* factors = nullptr;
 };
 
 class Prefetch {

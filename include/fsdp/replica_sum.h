@@ -25,9 +25,9 @@ class ReplicaSum {
 
   // What starts in fp16 travels times the loss scale both ways, so that small values stay above
   // what fp16 flushes to zero: gather()'s scale is that of the mean, finish()'s 1 / loss scale.
-  void start(const Tensor& gradient);                // starts the reduce-scatter
-  void gather(float scale);                          // finishes it, starts the all-gather
-  void finish(const Tensor& gradient, float scale);  // the sum times both scales
+  void start(const Tensor& gradient);                 // starts the reduce-scatter
+  void gather(float scale);                           // finishes it, starts the all-gather
+  void finish(const Tensor& gradient, Factor scale);  // the sum times both scales
 
  private:
   Backend& backend_;

@@ -67,6 +67,17 @@ struct FsdpOptions {
   }
 };
 
+// What backward multiplies with, see [Note: Loss scaling]; the same in every micro-batch of a step.
+struct GradFactors {
+  float loss;     // a label's cross-entropy: its weight · loss scale
+  float mean;     // a sum over ranks: 1 / (ranks · loss scale)
+  float unscale;  // a mean over ranks: 1 / loss scale
+
+  static GradFactors of(float weight, float loss_scale, int ranks) {
+    return {weight * loss_scale, 1.0f / static_cast<float>(ranks) / loss_scale, 1 / loss_scale};
+  }
+};
+
 class Unit {
  public:
   enum class State : uint8_t { sharded, gathering, unsharded };
@@ -99,8 +110,10 @@ class Unit {
   void reduce();     // starts the reduce-scatter of the gradient
   // The next part of the reduction; returns whether it was the last one. accumulate: adds to what
   // grad_shard has, as in later micro-batches. last_micro_batch: the mean is to be over all ranks,
-  // otherwise grad_shard may hold less. loss_scale: the mean is divided by it.
-  bool advance_reduction(bool accumulate, bool last_micro_batch, float loss_scale = 1);
+  // otherwise grad_shard may hold less. loss_scale: the mean is divided by it; factors: or by what
+  // these say, in the device's memory, or null.
+  bool advance_reduction(bool accumulate, bool last_micro_batch, float loss_scale = 1,
+                         const GradFactors* factors = nullptr);
 
   RowRange rows(int i) const { return layout_[i].rows_of(world_.rank()); }  // that this rank holds
   Tensor master(int i) const { return master_[i]; }

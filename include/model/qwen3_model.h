@@ -11,9 +11,10 @@
 
 namespace qshard {
 
-// This rank's tokens of one micro-batch. ids and labels: host int32 [B·T]; labels are already
-// shifted, -100 = ignored. Ids and labels are in range (the dataset checks). They stay as they are
-// until the loss has been read; in memory of device().host() nobody waits for their copies.
+// This rank's tokens of one micro-batch. ids and labels: int32 [B·T] of the host, or of the device
+// where only it looks at them; labels are already shifted, -100 = ignored. Ids and labels are in
+// range (the dataset checks). They stay as they are until the loss has been read; in memory of
+// device().host() nobody waits for their copies.
 struct TokenBatch {
   const int32_t* ids;
   const int32_t* labels;
@@ -56,7 +57,7 @@ class Qwen3Model {
   }
   std::unique_ptr<StateSlots> make_slots(const FsdpOptions& options);
   void run_forward(TokenBatch batch, bool backward_follows);
-  void head(float weight, bool backward, Tensor loss_sum);
+  void head(Factor weight, bool backward, Tensor loss_sum);
   void copy_in(TokenBatch batch);
   Tensor head_weight(bool gradient) const;
 

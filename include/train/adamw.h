@@ -17,8 +17,18 @@ void add_grad_sum_squares(Unit& unit, Ops& ops, Tensor total);
 // The factor that clips: min(1, clip / (norm + 1e-6)), PyTorch's clip_grad_norm_.
 float clip_factor(double grad_norm, double clip);
 
-// One update of the unit's rows and publish(). step: 1 for the first.
+// Step `step`, 1 for the first, of parameters that decay or do not.
+AdamWStep adamw_step(const AdamWOptions& options, bool decays, double lr, int64_t step,
+                     float grad_scale);
+
+// Of parameters that decay, and of the others.
+struct UpdateFactors {
+  AdamWFactors with_decay, without_decay;
+};
+
+// One update of the unit's rows and publish(). factors: in the device's memory, or null; instead of
+// what lr, step and grad_scale come to.
 void adamw_update(Unit& unit, Ops& ops, const AdamWOptions& options, double lr, int64_t step,
-                  float grad_scale);
+                  float grad_scale, const UpdateFactors* factors = nullptr);
 
 }  // namespace qshard

@@ -176,7 +176,7 @@ void PrivateCollectives::reduce_start(int unit) {
   traffic_.reduce_copied_bytes += bytes;
 }
 
-void PrivateCollectives::reduce_wait(int unit, std::span<const Tensor> dst, float scale,
+void PrivateCollectives::reduce_wait(int unit, std::span<const Tensor> dst, Factor scale,
                                      bool accumulate) {
   const int slot = table_.reduce_wait(unit, dst).slot;
   wait_reduce(unit, slot);

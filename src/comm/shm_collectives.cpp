@@ -60,7 +60,7 @@ class ShmCollectives final : public Collectives {
   void reshard(int unit) override;
   float* grad_buffer(int unit) override;
   void reduce_start(int unit) override;
-  void reduce_wait(int unit, std::span<const Tensor> dst, float scale, bool accumulate) override;
+  void reduce_wait(int unit, std::span<const Tensor> dst, Factor scale, bool accumulate) override;
 
  private:
   enum Kind { published, released, arrived, filled, consumed };
@@ -98,7 +98,7 @@ class ShmCollectives final : public Collectives {
   void progress();
   void send_sums(int slot);
 
-  void sum_rows(int unit, int slot, int rank, int piece, float scale, const Tensor& to,
+  void sum_rows(int unit, int slot, int rank, int piece, Factor scale, const Tensor& to,
                 bool accumulate);
 
   const World& world_;
@@ -351,7 +351,7 @@ void ShmCollectives::reduce_start(int unit) {
 }
 
 // Sums a rank's rows over the slots of this node.
-void ShmCollectives::sum_rows(int unit, int slot, int rank, int piece, float scale,
+void ShmCollectives::sum_rows(int unit, int slot, int rank, int piece, Factor scale,
                               const Tensor& to, bool accumulate) {
   if (to.numel() == 0) return;
   const UnitSpec& spec = units_.spec(unit);
@@ -362,7 +362,7 @@ void ShmCollectives::sum_rows(int unit, int slot, int rank, int piece, float sca
   backend_.ops->sum_parts(parts, scale, to, accumulate);
 }
 
-void ShmCollectives::reduce_wait(int unit, std::span<const Tensor> dst, float scale,
+void ShmCollectives::reduce_wait(int unit, std::span<const Tensor> dst, Factor scale,
                                  bool accumulate) {
   const int slot = units_.reduce_wait(unit, dst).slot;
   const uint64_t round_end = reductions_[slot].round_end;

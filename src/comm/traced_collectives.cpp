@@ -67,7 +67,7 @@ class TracedCollectives final : public Collectives {
     call(unit, Lane::reduce, "reduce-scatter start", [&] { inner_->reduce_start(unit); });
     u.gradient = nullptr;
   }
-  void reduce_wait(int unit, std::span<const Tensor> dst, float scale, bool accumulate) override {
+  void reduce_wait(int unit, std::span<const Tensor> dst, Factor scale, bool accumulate) override {
     call(unit, Lane::reduce, "reduce-scatter wait", [&] {
       inner_->reduce_wait(unit, dst, scale, accumulate);
       trace_.held -= gradient_bytes(units_[unit]);

@@ -140,8 +140,9 @@ void cross_entropy_grad_row(const float* x, const SoftmaxOfRow& s, int32_t label
 
 }  // namespace
 
-void CpuOps::cross_entropy(Tensor logits, Tensor labels, float scale, Tensor d_logits,
+void CpuOps::cross_entropy(Tensor logits, Tensor labels, Factor given_scale, Tensor d_logits,
                            Tensor loss) {
+  const float scale = given_scale.get();
   expect_rank("cross_entropy", "logits", logits, 2);
   const int64_t n = logits.rows(), V = logits.cols();
   expect("cross_entropy", "logits", logits, DType::f32, {n, V});

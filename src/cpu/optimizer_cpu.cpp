@@ -2,7 +2,6 @@
 #include <Random123/philox.h>
 #include <Random123/boxmuller.hpp>
 
-#include <cmath>
 #include <numeric>
 #include <vector>
 
@@ -46,28 +45,15 @@ void cast_row(const From* from, To* to, int64_t n) {
   for_each_vec(n, [&](int64_t i, auto lanes) { store(to + i, load(from + i, lanes), lanes); });
 }
 
-struct AdamWFactors {
-  float decay, beta1, beta2, eps, grad_scale, step_size, root_scale;
-  explicit AdamWFactors(const AdamWStep& s)
-      : decay(static_cast<float>(1.0 - double(s.lr) * s.weight_decay)),
-        beta1(s.beta1),
-        beta2(s.beta2),
-        eps(s.eps),
-        grad_scale(s.grad_scale),
-        step_size(static_cast<float>(s.lr / (1.0 - std::pow(double(s.beta1), double(s.step))))),
-        root_scale(
-            static_cast<float>(1.0 / std::sqrt(1.0 - std::pow(double(s.beta2), double(s.step))))) {}
-};
-
 template <typename P>
-void adamw_piece(const AdamWFactors& f, int64_t n, float* p, const float* g, float* m, float* v,
-                 P* p_out) {
+void adamw_piece(const AdamWStep& s, const AdamWFactors& f, int64_t n, float* p, const float* g,
+                 float* m, float* v, P* p_out) {
   for_each_vec(n, [&](int64_t i, auto lanes) {
     const Vec grad = load(g + i, lanes) * f.grad_scale;
     const Vec m_old = load(m + i, lanes);
-    const Vec m_new = m_old + (grad - m_old) * (1.f - f.beta1);
-    const Vec v_new = load(v + i, lanes) * f.beta2 + grad * grad * (1.f - f.beta2);
-    const Vec root = sqrt(v_new) * f.root_scale + f.eps;
+    const Vec m_new = m_old + (grad - m_old) * (1.f - s.beta1);
+    const Vec v_new = load(v + i, lanes) * s.beta2 + grad * grad * (1.f - s.beta2);
+    const Vec root = sqrt(v_new) * f.root_scale + s.eps;
     const Vec p_new = load(p + i, lanes) * f.decay - m_new / root * f.step_size;
     store(m + i, m_new, lanes);
     store(v + i, v_new, lanes);
@@ -93,11 +79,10 @@ void CpuOps::adamw(Tensor p, Tensor g, Tensor m, Tensor v, Tensor p_out, const A
   expect_flat("adamw", "m", m, DType::f32, n);
   expect_flat("adamw", "v", v, DType::f32, n);
   if (p_out) expect_flat("adamw", "p_out", p_out, p_out.dtype, n);
-  QS_CHECK(step.step >= 1, "adamw: the first update is step 1, not {}", step.step);
-  const AdamWFactors factors(step);
+  const AdamWFactors factors = step.on_device ? *step.on_device : step.factors();
   with_dtype("adamw", "p_out", p_out ? p_out.dtype : DType::f32, [&]<typename P>(P) {
     team_.ranges(n, kGrain, [&](int64_t begin, int64_t end) {
-      adamw_piece(factors, end - begin, p.as<float>() + begin, g.as<float>() + begin,
+      adamw_piece(step, factors, end - begin, p.as<float>() + begin, g.as<float>() + begin,
                   m.as<float>() + begin, v.as<float>() + begin,
                   p_out ? p_out.as<P>() + begin : nullptr);
     });
@@ -131,7 +116,9 @@ void CpuOps::cast(Tensor from, Tensor to) {
   });
 }
 
-void CpuOps::sum_parts(std::span<const Tensor> parts, float scale, Tensor out, bool accumulate) {
+void CpuOps::sum_parts(std::span<const Tensor> parts, Factor given_scale, Tensor out,
+                       bool accumulate) {
+  const float scale = given_scale.get();
   QS_CHECK(!parts.empty(), "sum_parts: no parts to sum");
   const int64_t n = out.numel();
   const DType dtype = parts[0].dtype;

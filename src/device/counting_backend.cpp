@@ -54,12 +54,12 @@ class CountingOps final : public Ops {
                       Tensor, Tensor) override {}
   void swiglu(Tensor, Tensor) override {}
   void swiglu_grad(Tensor, Tensor, Tensor) override {}
-  void cross_entropy(Tensor, Tensor, float, Tensor, Tensor) override {}
+  void cross_entropy(Tensor, Tensor, Factor, Tensor, Tensor) override {}
   void adamw(Tensor, Tensor, Tensor, Tensor, Tensor, const AdamWStep&) override {}
   void add_sum(Tensor, Tensor) override {}
   void add_sum_squares(Tensor, Tensor) override {}
   void cast(Tensor, Tensor) override {}
-  void sum_parts(std::span<const Tensor>, float, Tensor, bool) override {}
+  void sum_parts(std::span<const Tensor>, Factor, Tensor, bool) override {}
   void init_normal(Tensor, uint64_t, uint64_t, int64_t, float) override {}
   void fill(Tensor, float) override {}
   double measure_peak(DType, double) override { return 0; }

@@ -11,6 +11,10 @@ std::string_view segment_name(Segment segment) {
   return names[static_cast<int>(segment)];
 }
 
+std::unique_ptr<Recording> Device::record(const std::function<void()>&) {
+  fail("{} records nothing", name());
+}
+
 int Device::watch(std::function<void()> watcher) {
   watchers_[next_watcher_] = std::move(watcher);
   return next_watcher_++;

@@ -132,7 +132,7 @@ class TracedOps final : public Ops {
         [&] { inner_->swiglu_grad(da, gu, d_gu); });
   }
 
-  void cross_entropy(Tensor logits, Tensor labels, float scale, Tensor d_logits,
+  void cross_entropy(Tensor logits, Tensor labels, Factor scale, Tensor d_logits,
                      Tensor loss) override {
     run(
         "cross_entropy", 5 * logits.numel(),
@@ -150,7 +150,7 @@ class TracedOps final : public Ops {
   void add_sum(Tensor x, Tensor total) override { inner_->add_sum(x, total); }
   void add_sum_squares(Tensor x, Tensor total) override { inner_->add_sum_squares(x, total); }
   void cast(Tensor from, Tensor to) override { inner_->cast(from, to); }
-  void sum_parts(std::span<const Tensor> parts, float scale, Tensor to, bool accumulate) override {
+  void sum_parts(std::span<const Tensor> parts, Factor scale, Tensor to, bool accumulate) override {
     inner_->sum_parts(parts, scale, to, accumulate);
   }
   void init_normal(Tensor to, uint64_t seed, uint64_t stream, int64_t first, float std) override {

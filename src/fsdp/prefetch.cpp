@@ -70,7 +70,8 @@ void Prefetch::advance_reductions() {
   const bool accumulate = options_.reduce_every_microbatch && !micro_.first;
   std::vector<Unit*> left;
   for (Unit* unit : reducing_)
-    if (!unit->advance_reduction(accumulate, micro_.last, micro_.loss_scale)) left.push_back(unit);
+    if (!unit->advance_reduction(accumulate, micro_.last, micro_.loss_scale, micro_.factors))
+      left.push_back(unit);
   reducing_ = std::move(left);
 }
 

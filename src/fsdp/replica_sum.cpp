@@ -34,7 +34,7 @@ void ReplicaSum::gather(float scale) {
   replicas_.gather_start(id_);
 }
 
-void ReplicaSum::finish(const Tensor& gradient, float scale) {
+void ReplicaSum::finish(const Tensor& gradient, Factor scale) {
   const Tensor sum(replicas_.gather_wait(id_), dtype_, gradient.shape);
   backend_.ops->sum_parts({&sum, 1}, scale, gradient, false);
   replicas_.reshard(id_);

@@ -170,13 +170,15 @@ void Unit::reduce() {
   reduction_ = Reduction::scattering;
 }
 
-bool Unit::advance_reduction(bool accumulate, bool last_micro_batch, float loss_scale) {
+bool Unit::advance_reduction(bool accumulate, bool last_micro_batch, float loss_scale,
+                             const GradFactors* factors) {
+  const Factor mean = factors ? Factor::of(&factors->mean) : Factor(mean_ / loss_scale);
+  const Factor unscale = factors ? Factor::of(&factors->unscale) : Factor(1 / loss_scale);
   switch (reduction_) {
     case Reduction::idle:
       fail("unit {}: advance_reduction without reduce", name_);
     case Reduction::scattering:
-      collectives_.reduce_wait(id_, grad_pieces_, replica_sum_ ? 1.0f : mean_ / loss_scale,
-                               accumulate);
+      collectives_.reduce_wait(id_, grad_pieces_, replica_sum_ ? Factor(1) : mean, accumulate);
       reduction_ = Reduction::idle;
       if (!replica_sum_ || !last_micro_batch) return true;
       replica_sum_->start(grad_buffer_);
@@ -187,7 +189,7 @@ bool Unit::advance_reduction(bool accumulate, bool last_micro_batch, float loss_
       reduction_ = Reduction::gathering;
       return false;
     case Reduction::gathering:
-      replica_sum_->finish(grad_buffer_, 1 / loss_scale);
+      replica_sum_->finish(grad_buffer_, unscale);
       reduction_ = Reduction::idle;
   }
   return true;

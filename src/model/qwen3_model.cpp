@@ -146,7 +146,9 @@ void Qwen3Model::forward_backward(TokenBatch batch, float weight, MicroBatch mic
   ops_.mark(root_->name(), "backward", "head and loss");
   prefetch_->begin_backward(micro);
   const bool accumulate = root_->grad_accumulates();
-  head(weight * micro.loss_scale, true, loss_sum);  // leaves the gradient of final_normed in d_norm
+  // Leaves the gradient of final_normed in d_norm.
+  head(micro.factors ? Factor::of(&micro.factors->loss) : Factor(weight * micro.loss_scale), true,
+       loss_sum);
 
   ops_.mark(root_->name(), "backward", "final RMSNorm");
   const Tensor d_res = d_res_, d_res_p = param_dtype_ == DType::f32 ? d_res_ : d_res_p_;
@@ -173,7 +175,7 @@ void Qwen3Model::forward_backward(TokenBatch batch, float weight, MicroBatch mic
 }
 
 // Head and cross-entropy, chunk by chunk, so that at most head_chunk() rows of logits exist.
-void Qwen3Model::head(float weight, bool backward, Tensor loss_sum) {
+void Qwen3Model::head(Factor weight, bool backward, Tensor loss_sum) {
   const int64_t V = config_.vocab_size;
   const Tensor w = head_weight(false), normed = final_normed_, labels = labels_, losses = losses_;
   bool accumulate = backward && root_->grad_accumulates();

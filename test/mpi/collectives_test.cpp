@@ -602,7 +602,7 @@ class OffByOne final : public Forwarding {
     if (last()) wrong_[1] ^= 0x40;  // byte 1 is part of the first element in any dtype
     return wrong_.data();
   }
-  void reduce_wait(int unit, std::span<const Tensor> dst, float scale, bool accumulate) override {
+  void reduce_wait(int unit, std::span<const Tensor> dst, Factor scale, bool accumulate) override {
     Forwarding::reduce_wait(unit, dst, scale, accumulate);
     if (last()) dst.back().as<float>()[dst.back().numel() - 1] += 1;
   }

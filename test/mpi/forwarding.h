@@ -21,7 +21,7 @@ class Forwarding : public Collectives {
   void reshard(int unit) override { inner_->reshard(unit); }
   float* grad_buffer(int unit) override { return inner_->grad_buffer(unit); }
   void reduce_start(int unit) override { inner_->reduce_start(unit), count(); }
-  void reduce_wait(int unit, std::span<const Tensor> dst, float scale, bool accumulate) override {
+  void reduce_wait(int unit, std::span<const Tensor> dst, Factor scale, bool accumulate) override {
     inner_->reduce_wait(unit, dst, scale, accumulate), count();
   }
 

@@ -46,8 +46,8 @@ struct ShardOfWrongSize final : Forwarding {
 
 struct SumInsteadOfMean final : Forwarding {
   using Forwarding::Forwarding;
-  void reduce_wait(int unit, std::span<const Tensor> dst, float scale, bool accumulate) override {
-    Forwarding::reduce_wait(unit, dst, scale * 1.1f, accumulate);
+  void reduce_wait(int unit, std::span<const Tensor> dst, Factor scale, bool accumulate) override {
+    Forwarding::reduce_wait(unit, dst, scale.get() * 1.1f, accumulate);
   }
 };
 
@@ -85,8 +85,8 @@ struct MiscountsReplicas final : OfReplicas {
 
 struct WrongSumOfReplicas final : OfReplicas {
   using OfReplicas::OfReplicas;
-  void reduce_wait(int unit, std::span<const Tensor> dst, float scale, bool accumulate) override {
-    Forwarding::reduce_wait(unit, dst, sums_ ? scale * 1.1f : scale, accumulate);
+  void reduce_wait(int unit, std::span<const Tensor> dst, Factor scale, bool accumulate) override {
+    Forwarding::reduce_wait(unit, dst, sums_ ? scale.get() * 1.1f : scale, accumulate);
   }
 };
 

@@ -61,6 +61,22 @@ TEST(AdamWEdges, LateStepsAndNoCopy) {
       Error);
 }
 
+TEST(AdamWEdges, FactorsInMemoryGiveTheSameBits) {
+  constexpr int64_t n = 37;
+  const AdamWStep given{1e-2f, 0.9f, 0.95f, 1e-8f, 0.1f, 3, 0.5f};
+  const AdamWFactors factors = given.factors();
+  const AdamWStep read{7, 0.9f, 0.95f, 1e-8f, 7, 0, 7, &factors};
+  Values results[2];
+  for (const AdamWStep& s : {given, read}) {
+    Matrix p = Matrix::random(DType::f32, 1, n, 1), g = Matrix::random(DType::f32, 1, n, 2),
+           m = Matrix::random(DType::f32, 1, n, 3), v(DType::f32, 1, n);
+    test_ops().fill(v.vector(), 0.25f);
+    test_ops().adamw(p.vector(), g.vector(), m.vector(), v.vector(), {}, s);
+    results[s.on_device != nullptr] = p.values();
+  }
+  EXPECT_EQ(results[0], results[1]);
+}
+
 // --- sums
 double total_of(Tensor x) {
   double total = 0;
@@ -121,6 +137,10 @@ TEST(SumParts, InOrder) {
     EXPECT_EQ(out.values(), expected);
     test_ops().sum_parts(tensors, 0.25f, added.vector(), true);
     EXPECT_EQ(added.values(), expected_added);
+
+    const float scale = 0.25f;
+    test_ops().sum_parts(tensors, Factor::of(&scale), out.vector(), false);
+    EXPECT_EQ(out.values(), expected);
 
     std::reverse(tensors.begin(), tensors.end());
     test_ops().sum_parts(tensors, 0.25f, added.vector(), false);
