@@ -120,6 +120,7 @@ measure() {
     [ -z "$first" ] || step "+ops-$name" 60 "$qshard" bench ops "${measured[@]}"
     first=
     step "+step-$name" 60 "$qshard" bench step "${measured[@]}"
+    step "+graph-$name" 60 "$qshard" bench step "${measured[@]}" --graph
     step "+plan-$name" 20 "$qshard" plan "${options[@]}" --transport nccl --ranks 1
     [ -n "$dry_run" ] || check_memory "$name"
     if "$python" -c 'import torch, transformers' 2>/dev/null; then
@@ -163,7 +164,7 @@ speed_line() {  # WHO MODEL TOKENS_PER_S MFU
 }
 
 summary() {
-  local model ours theirs
+  local model ours graph theirs
   echo
   for model in "$out"/ops-*.json; do
     [ -s "$model" ] || continue
@@ -175,6 +176,9 @@ summary() {
     ours=$(field "step-$model" tokens_per_s) theirs=$(field "torch-$model" tokens_per_s)
     [ -n "$ours" ] || continue
     speed_line qshard "$model" "$(calc "$ours")" "$(calc "$(field "step-$model" share_of_products)")"
+    graph=$(field "graph-$model" tokens_per_s)
+    [ -z "$graph" ] || speed_line graphs "$model" "$(calc "$graph")" \
+      "$(calc "$(field "graph-$model" share_of_products)")"
     [ -z "$theirs" ] || speed_line PyTorch "$model" "$(calc "$theirs")" \
       "$(calc "$(field "step-$model" share_of_products) * $theirs / $ours")"
   done
@@ -190,7 +194,7 @@ write_json() {
     printf "%s {\"name\": \"%s\", \"result\": \"%s\", \"seconds\": %d, \"why\": \"%s\"}\n",
            (NR > 1 ? "," : ""), $1, $2, $3, $4 }' "$out/steps"
   echo '], "measurements": {'
-  for file in "$out"/{ops,step,plan,torch}-*.json; do
+  for file in "$out"/{ops,step,graph,plan,torch}-*.json; do
     [ "$(tail -n 1 "$file" 2>/dev/null)" ] || continue
     grep -qsxF "$(basename "$file" .json)" <(awk -F'\t' '$2 == "ok" { print $1 }' "$out/steps") ||
       continue

@@ -52,9 +52,10 @@ Document bench_collectives(const BenchOptions& options, const SweepOptions& swee
                            Backend& backend);
 
 // Training steps on tokens made up; with_breakdown: also traced ones, by phase and operator, of
-// rank 0. Ceiling of an operator: what it would take at the measured rates of products and copies.
-// Memory: what rank 0's device held at most, as `qshard plan` counts it.
-Document bench_step(const BenchOptions& options, bool with_breakdown, World& world,
+// rank 0; graphs: the others as in [Note: Graphs of a step]. Ceiling of an operator: what it would
+// take at the measured rates of products and copies. Memory: what rank 0's device held at most, as
+// `qshard plan` counts it.
+Document bench_step(const BenchOptions& options, bool with_breakdown, bool graphs, World& world,
                     Backend& backend);
 
 // Saves and loads of the model with its moments in a folder made in `parent` and removed at the

@@ -7,6 +7,7 @@
 // the reduction averages over ranks; the local loss is scaled by ranks / kept labels, or ranks /
 // gradient_divide_factor, to match. The
 // host waits for the device once: it reads the sums of loss and grad², which the device adds up.
+// With use_graphs() the device has the rest recorded: [Note: Graphs of a step].
 #pragma once
 
 #include <functional>
@@ -18,6 +19,7 @@
 #include "model/qwen3_model.h"
 #include "train/adamw.h"
 #include "train/grad_scaler.h"
+#include "train/step_graphs.h"
 
 namespace qshard {
 
@@ -55,6 +57,12 @@ class Engine {
   Engine(const Qwen3Config& config, const FsdpOptions& fsdp, const AdamWOptions& adamw,
          Sharding sharding, int64_t B, int64_t T, Backend& backend);
 
+  // Before the first step; after require_graphs(). The results are the same bits.
+  void use_graphs() { graphs_.emplace(*backend_.device, model_->shape().N); }
+  std::vector<StepGraphs::Report> take_graph_reports() {
+    return graphs_ ? graphs_->take_reports() : std::vector<StepGraphs::Report>();
+  }
+
   // The micro-batches of this rank. A loss or norm that is not finite throws an AgreedError before
   // any weight changes, unless a lower scale of the loss may mend it.
   StepResult step(const std::vector<TokenBatch>& micro_batches, double lr);
@@ -83,6 +91,8 @@ class Engine {
 
  private:
   int64_t count_kept(const std::vector<TokenBatch>& batches) const;
+  void enqueue_gradients(const std::vector<TokenBatch>& micro_batches, float weight,
+                         const GradFactors* factors);
   [[noreturn]] void fail_not_finite(double own_loss, const StepResult& result) const;
   std::string find_cause(double own_loss) const;
   std::string bad_parameter() const;
@@ -104,6 +114,7 @@ class Engine {
   float applied_loss_scale_ = 1;
   Buffer sums_;  // f64: loss, grad²
   int64_t steps_done_ = 0, updates_ = 0;
+  std::optional<StepGraphs> graphs_;  // gone before what it uses
 };
 
 }  // namespace qshard

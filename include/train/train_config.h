@@ -51,6 +51,7 @@ struct TrainConfig {
   CheckpointOptions checkpoint;
   TransportOptions transport;
   std::string backend = "cpu";
+  bool graph = false;
 
   // Where a run begins, from the command line.
   std::string resume =

@@ -24,7 +24,7 @@ Exit codes: 0 done · 1 failed, or a transport moved wrong values (collectives))
 struct BenchCommand {
   BenchOptions options;
   SweepOptions sweep;
-  bool breakdown = false;
+  bool breakdown = false, graph = false;
   std::string folder = ".";
   std::string format = "text";
 };
@@ -125,9 +125,10 @@ void add_bench(CLI::App& app, Command& run) {
                  "change a value after each transfer: must exit with 1");
   CLI::App& step =
       subs.add("step", "training steps", [](const BenchCommand& c, World& w, Backend& b) {
-        return bench_step(c.options, c.breakdown, w, b);
+        return bench_step(c.options, c.breakdown, c.graph, w, b);
       });
   step.add_flag("--breakdown", values.breakdown, "by operator, from traced steps");
+  step.add_flag("--graph", values.graph, "as device.graph of `qshard train`; traced steps are not");
   CLI::App& saves =
       subs.add("checkpoint", "saves, in the foreground and behind training, and loads",
                [](const BenchCommand& c, World& w, Backend& b) {

@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <map>
 
+#include "backends.h"
 #include "comm/traced_collectives.h"
 #include "device/traced_ops.h"
 #include "train/bench.h"
@@ -46,8 +47,10 @@ std::unique_ptr<Engine> make_engine(const BenchOptions& o, World& world, Backend
   return engine;
 }
 
-std::vector<double> times_of_steps(const BenchOptions& o, World& world, Backend& backend) {
+std::vector<double> times_of_steps(const BenchOptions& o, bool graphs, World& world,
+                                   Backend& backend) {
   auto engine = make_engine(o, world, backend);
+  if (graphs) engine->use_graphs();
   const SomeTokens tokens(backend.device->host(), o.batch * o.seq, world.rank(),
                           engine->model().config().vocab_size);
   Stopwatch watch(world, *backend.device, o.warm_up, o.repeats);
@@ -145,8 +148,11 @@ Document milliseconds(std::vector<double> seconds, int64_t from, int64_t to) {
 
 }  // namespace
 
-Document bench_step(const BenchOptions& o, bool with_breakdown, World& world, Backend& backend) {
-  const std::vector<double> steps = times_of_steps(o, world, backend);
+Document bench_step(const BenchOptions& o, bool with_breakdown, bool graphs, World& world,
+                    Backend& backend) {
+  if (graphs)
+    collectively(world, [&] { require_graphs(transport_name(o.transport, backend), false); });
+  const std::vector<double> steps = times_of_steps(o, graphs, world, backend);
   const int64_t memory = backend.device->bytes_peak();
   const Times times = times_of(steps, o.warm_up);
   const int64_t tokens = o.batch * o.seq * world.size();
@@ -164,6 +170,7 @@ Document bench_step(const BenchOptions& o, bool with_breakdown, World& world, Ba
                   {"memory_peak_bytes", memory},
                   {"warm_up_steps_ms", milliseconds(steps, 0, o.warm_up)},
                   {"steps_ms", milliseconds(steps, o.warm_up, o.warm_up + o.repeats)}};
+  if (graphs) doc["graphs"] = true;
   if (!with_breakdown) return doc;
   std::vector<double> traced;
   const Kinds kinds = trace_steps(o, world, backend, traced);

@@ -126,14 +126,13 @@ StepResult Engine::compute_gradients(const std::vector<TokenBatch>& micro_batche
   if (scaler_) result.loss_scale = scaler_->scale();
   const float weight = static_cast<float>(static_cast<double>(world_.size()) / divisor);
   if (scaler_) applied_loss_scale_ = exact_scale(scaler_->scale(), weight);
-  const size_t n = micro_batches.size();
-  zero_sums();
-  for (size_t a = 0; a < n; ++a)
-    model_->forward_backward(micro_batches[a], weight, {a == 0, a + 1 == n, applied_loss_scale_},
-                             loss_sum());
-  if (mesh().replica() == 0)  // all replicas have the same gradients
-    for (int u = 0; u < model_->num_units(); ++u)
-      add_grad_sum_squares(model_->unit(u), *backend_.ops, grad_sum());
+  if (graphs_)
+    graphs_->gradients(micro_batches, GradFactors::of(weight, applied_loss_scale_, world_.size()),
+                       [&](const std::vector<TokenBatch>& batches, const GradFactors* factors) {
+                         enqueue_gradients(batches, weight, factors);
+                       });
+  else
+    enqueue_gradients(micro_batches, weight, nullptr);
   const Sums own = read_sums();
   double sums[2] = {own.loss, own.grad_squares};
   world_.all_reduce_sum(sums, 2);
@@ -145,6 +144,18 @@ StepResult Engine::compute_gradients(const std::vector<TokenBatch>& micro_batche
   result.overflow = true;
   result.updated = false;
   return result;
+}
+
+void Engine::enqueue_gradients(const std::vector<TokenBatch>& micro_batches, float weight,
+                               const GradFactors* factors) {
+  const size_t n = micro_batches.size();
+  zero_sums();
+  for (size_t a = 0; a < n; ++a)
+    model_->forward_backward(micro_batches[a], weight,
+                             {a == 0, a + 1 == n, applied_loss_scale_, factors}, loss_sum());
+  if (mesh().replica() == 0)  // all replicas have the same gradients
+    for (int u = 0; u < model_->num_units(); ++u)
+      add_grad_sum_squares(model_->unit(u), *backend_.ops, grad_sum());
 }
 
 void Engine::fail_not_finite(double own_loss, const StepResult& result) const {
@@ -192,8 +203,15 @@ void Engine::update(const StepResult& result, double lr) {
   // A snapshot may still be read from the weights.
   backend_.device->order(Queue::downloads, Queue::operators);
   const float scale = clip_factor(result.grad_norm, adamw_.clip);
-  for (int u = 0; u < model_->num_units(); ++u)
-    adamw_update(model_->unit(u), *backend_.ops, adamw_, lr, updates_, scale);
+  const auto enqueue = [&](const UpdateFactors* factors) {
+    for (int u = 0; u < model_->num_units(); ++u)
+      adamw_update(model_->unit(u), *backend_.ops, adamw_, lr, updates_, scale, factors);
+  };
+  if (!graphs_) return enqueue(nullptr);
+  const auto factors = [&](bool decays) {
+    return adamw_step(adamw_, decays, lr, updates_, scale).factors();
+  };
+  graphs_->update({factors(true), factors(false)}, enqueue);
 }
 
 double Engine::evaluate(const std::vector<TokenBatch>& batches) {

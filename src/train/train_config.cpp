@@ -5,6 +5,7 @@
 
 #include "backends.h"
 #include "train/hf_folder.h"
+#include "train/step_graphs.h"
 
 namespace qshard {
 
@@ -226,6 +227,10 @@ void TrainConfig::describe(OptionTable& t) {
   t.section("device", "what computes");
   t.add("device.backend", backend, "what runs the operators; cuda needs a build by `make CUDA=1`")
       .one_of({"cpu", "cuda"});
+  t.add(
+      "device.graph", graph,
+      "record a step as CUDA graphs and launch these, which spares the host the calls; nccl only, "
+      "the results are the same bits");
 }
 
 void TrainConfig::finish(int ranks) {
@@ -238,6 +243,7 @@ void TrainConfig::finish(int ranks) {
     fsdp.activation_checkpoint = parse_activation_checkpoint(train.activation_checkpoint);
   adamw.decay_matrices_only = decay == "matrices";
   fsdp.offload_optimizer = offload == "optimizer";
+  if (graph) require_graphs(transport.name, fsdp.offload_optimizer);
   schedule.total_steps = train.steps;
   if (data.train.empty())
     fail_usage("data.train is not set: name a token file (`qshard data tokenize` makes one)");

@@ -59,6 +59,10 @@ Trainer::Trainer(TrainConfig config, const nlohmann::json& settings, const std::
       settings_(settings) {
   collectively(world_, [&] {
     config_.finish(world_.size());
+    if (config_.graph && traced_)
+      fail_usage(
+          "--trace times each operator on the host, which launches graphs of them with "
+          "device.graph: leave that false for the traced run");
     model_config_ = config_.load_model();
     open_data();
   });
@@ -142,6 +146,7 @@ void Trainer::make_engine() {
       make_sharding(config_.transport, config_.fsdp, world_, backend_, traced_ ? trace : nullptr),
       config_.train.micro_batch, config_.train.seq, backend_);
   if (engine_->scaler()) engine_->scaler().emplace(config_.grad_scaler);
+  if (config_.graph) engine_->use_graphs();
 }
 
 // Sets checkpoint_, saved_ and first_step_.
@@ -393,6 +398,8 @@ void Trainer::print_sharding() const {
   if (mesh.replicas > 1)
     say("replicas    gradients are added up once a step over {}",
         engine_->sharding().replica_sums->name());
+  if (config_.graph)
+    say("graph       on: the first step runs without, then one is recorded and launched each time");
   if (mesh.group > 0)
     say("groups      layers stay on {} ranks from forward to backward, over {}", mesh.group,
         engine_->sharding().group_gathers->name());
@@ -449,6 +456,10 @@ void Trainer::train_step(int64_t step) {
   }
   const double lr = learning_rate(config_.schedule, step);
   const StepResult result = engine_->step(batches, lr);
+  for (const StepGraphs::Report& graph : engine_->take_graph_reports())
+    if (world_.rank() == 0)
+      say("graph       {} of a step: {} nodes, recorded in {:.3f} s at step {}", graph.what,
+          graph.nodes, graph.seconds, step);
   const bool limit = config_.train.stop_after && step - first_step_ + 1 >= config_.train.stop_after;
   double highest[3] = {static_cast<double>(peak_memory()), stop_requested() || limit ? 1.0 : 0.0,
                        checkpointer_->failed() ? 1.0 : 0.0};

@@ -63,6 +63,20 @@ TEST_P(CudaEngine, AStepAndAnEvaluationWaitOnce) {
   EXPECT_EQ(waits_of([&] { engine.step(pageable, run.lr); }), copies);
 }
 
+TEST_P(CudaEngine, AStepAsGraphsWaitsOnce) {
+  TinyRun run;
+  run.fsdp.param_dtype = GetParam();
+  Engine engine = make_engine(run);
+  engine.use_graphs();
+  const GlobalBatch batch(0, run.B, run.T, run.config.vocab_size);
+  const std::vector<TokenBatch> batches(2, batch.from(0));
+  engine.step(batches, run.lr);
+  // The first of these records the graphs.
+  EXPECT_EQ(waits_of([&] { engine.step(batches, run.lr); }), kOnce);
+  EXPECT_EQ(engine.take_graph_reports().size(), 2u);
+  EXPECT_EQ(waits_of([&] { engine.step(batches, run.lr); }), kOnce);
+}
+
 // Pieces so small that a unit has many, and that cut through parameters at any element.
 TinyRun offloaded(TinyRun run) {
   run.fsdp.offload_optimizer = true;

@@ -37,9 +37,12 @@ def test_every_step_runs_and_a_failure_is_named(tmp):
         assert line.split(":")[0] in steps, line
     assert [name for name, step in steps.items() if step["result"] == "FAILED"] == ["broken_test"], result
     assert "exit code 3" in steps["broken_test"]["why"]
-    for name in ("verify-f32", "verify-bf16", "verify-fp16", "ops-model", "step-model", "memory-model"):
+    for name in ("verify-f32", "verify-bf16", "verify-fp16", "ops-model", "step-model", "graph-model",
+                 "memory-model"):
         assert steps[name]["result"] == "ok", result
-    assert document["measurements"]["step-model"]["tokens_per_s"] > 0
+    for name in ("step-model", "graph-model"):
+        assert document["measurements"][name]["tokens_per_s"] > 0
+    assert document["measurements"]["graph-model"]["graphs"] is True
     assert "1 failed" in result.out and "tokens/s" in result.out, result
 
 

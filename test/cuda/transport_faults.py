@@ -21,6 +21,7 @@ from simulated import cli
 
 NCCL, MPI, SHARED = ("cuda/nccl_collectives.cpp", "cuda/mpi_cuda_collectives.cpp",
                      "src/comm/private_collectives.cpp")
+GRAPH = "cuda/graph_cuda.cpp"
 SLOTS, UNIT, ENGINE = "src/fsdp/state_slots.cpp", "src/fsdp/unit.cpp", "src/train/engine.cpp"
 REPORT = 70  # the simulator's exit code
 # NCCL operations that take the whole GPU, so that their order between communicators matters.
@@ -46,6 +47,11 @@ def offload(name, source, text, tests="OffloadedStatesGive"):
     return Fault("offload: " + name, source, text, test="engine_test", ranks=1, tests=tests)
 
 
+def graphs(name, text, instead="", source=NCCL, env=None):
+    return Fault("graphs: " + name, source, text, instead, env=env or {}, test="graph_test", ranks=1,
+                 tests="GiveTheSameBits/")
+
+
 def mpi(name, text, instead="", env=None):
     return Fault("mpi-cuda: " + name, MPI, text, instead, "mpi-cuda", env or {})
 
@@ -66,7 +72,7 @@ FAULTS = [
     Fault("nccl: communicators start in any order", NCCL,
           'setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "1", 1);', "{}", env=EXCLUSIVE),
     Fault("nccl: communicators of an old NCCL start in any order", NCCL,
-          "if (chained_) last_.make_wait(stream);", env=OLD_NCCL),
+          "if (chained_ || cuda::is_captured(stream)) last_.make_wait(stream);", env=OLD_NCCL),
     mpi("gather does not wait for publish", "rows.published.make_wait(gather_stream_);"),
     mpi("MPI sends rows before they are copied", "!rows.ready.done() || "),
     mpi("MPI fills a staging buffer that is still unpacked", " || !arrival.unpacked.done()"),
@@ -83,6 +89,14 @@ FAULTS = [
         env=GPU_MEMORY),
     mpi("GPU memory: MPI sends a gradient before it is packed",
         "if (!s.packed.done()) return false;", env=GPU_MEMORY),
+    graphs("compute does not wait for the gather", "gathered_[unit].make_wait(device_.stream());"),
+    graphs("sum does not wait for the reduction", "slots_[slot].done.make_wait(device_.stream());"),
+    graphs("gather into a buffer that is still used",
+           "last_use_[full].make_wait(gathers_->stream());"),
+    graphs("streams do not branch off", "branched_.make_wait(channel->stream());", ";"),
+    graphs("streams do not branch off after a launch", "device_.branch_off();", source=GRAPH),
+    graphs("communicators start in any order", "chained_ || cuda::is_captured(stream)) last_.make",
+           "chained_) last_.make", env=EXCLUSIVE),
     offload("slot filled before its piece is back", SLOTS,
             "device_.hold(Queue::uploads, *slot.emptied);"),
     offload("operators do not wait for a piece", SLOTS,
