@@ -1,4 +1,5 @@
-// Matrix products of the CPU backend, by oneDNN. The only door to that library.
+// Matrix products of the CPU backend, by oneDNN. The only door to that library. f32 products of few
+// tokens are our own, see cpu/few_rows.h.
 //
 // bf16 and fp16 products accumulate in f32. On a CPU without avx512_bf16, oneDNN's bf16 products
 // are several times slower than f32 ones (38 against 117 GFLOP/s measured), and fp16 ones it has

@@ -1,5 +1,6 @@
-// The register-blocked product of attention: c[kTileRows, kPanel] (+)= a · b, in 32-bit units along
-// the summed dimension. A unit is one f32 (SingleF32) or two neighbouring bf16 (PairBf16).
+// The register-blocked product of attention and of few rows: c[kRows, kVecs·kLanes] (+)= a · b, in
+// 32-bit units along the summed dimension, which is summed in its order. A unit is one f32
+// (SingleF32) or two neighbouring bf16 (PairBf16).
 //
 // a[i, k] lies at a[i·lda + k], or at a[k·lda + i] when a is transposed; b[k, j] at b[k·ldb + j].
 #pragma once
@@ -32,32 +33,49 @@ struct PairBf16 {
 #endif
 
 enum class Left { plain, transposed };
-enum class Output { overwrite, add };
+// add: the sum goes on from what is there. add_whole: it is added up from zero, then to what is
+// there. stream: see stream() in vec.h.
+enum class Output { overwrite, add, add_whole, stream };
 
-template <typename Unit, Left kLeft, Output kOutput>
+struct NoPrefetch {
+  QS_INLINE void operator()(int64_t /*k*/) const {}
+};
+
+// `ahead(k)` is called in each round, to prefetch. Lanes other than Full go with kVecs = 1.
+template <typename Unit, Left kLeft, Output kOutput, int kRows = kTileRows, int kVecs = kTileVecs,
+          typename Lanes = Full, typename Ahead = NoPrefetch>
 QS_INLINE void multiply_tile(int64_t K, const float* a, int64_t lda, const float* b, int64_t ldb,
-                             float* c, int64_t ldc) {
-  Vec sum[kTileRows][kTileVecs];
-#pragma GCC unroll 8
-  for (int i = 0; i < kTileRows; ++i)
+                             float* c, int64_t ldc, Lanes lanes = {}, Ahead ahead = {}) {
+  Vec sum[kRows][kVecs];
+#pragma GCC unroll 16
+  for (int i = 0; i < kRows; ++i)
 #pragma GCC unroll 2
-    for (int j = 0; j < kTileVecs; ++j)
-      sum[i][j] = kOutput == Output::add ? load(c + i * ldc + j * kLanes, Full{}) : Vec{};
+    for (int j = 0; j < kVecs; ++j)
+      sum[i][j] = kOutput == Output::add ? load(c + i * ldc + j * kLanes, lanes) : Vec{};
   for (int64_t k = 0; k < K; ++k) {
-    Vec right[kTileVecs];
+    ahead(k);
+    Vec right[kVecs];
 #pragma GCC unroll 2
-    for (int j = 0; j < kTileVecs; ++j) right[j] = load(b + k * ldb + j * kLanes, Full{});
-#pragma GCC unroll 8
-    for (int i = 0; i < kTileRows; ++i) {
+    for (int j = 0; j < kVecs; ++j) right[j] = load(b + k * ldb + j * kLanes, lanes);
+#pragma GCC unroll 16
+    for (int i = 0; i < kRows; ++i) {
       const float left = kLeft == Left::plain ? a[i * lda + k] : a[k * lda + i];
 #pragma GCC unroll 2
-      for (int j = 0; j < kTileVecs; ++j) sum[i][j] = Unit::multiply_add(sum[i][j], left, right[j]);
+      for (int j = 0; j < kVecs; ++j) sum[i][j] = Unit::multiply_add(sum[i][j], left, right[j]);
     }
   }
-#pragma GCC unroll 8
-  for (int i = 0; i < kTileRows; ++i)
+#pragma GCC unroll 16
+  for (int i = 0; i < kRows; ++i)
 #pragma GCC unroll 2
-    for (int j = 0; j < kTileVecs; ++j) store(c + i * ldc + j * kLanes, sum[i][j], Full{});
+    for (int j = 0; j < kVecs; ++j) {
+      float* to = c + i * ldc + j * kLanes;
+      if constexpr (kOutput == Output::stream)
+        stream(to, sum[i][j]);
+      else if constexpr (kOutput == Output::add_whole)
+        store(to, load(to, lanes) + sum[i][j], lanes);
+      else
+        store(to, sum[i][j], lanes);
+    }
 }
 
 // Transposes a block of kLanes × kLanes units. Each round interleaves vector i with vector

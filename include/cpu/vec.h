@@ -14,7 +14,7 @@
 
 #include "tensor/tensor.h"
 
-#if defined(__AVX512F__) || defined(__F16C__)
+#if defined(__AVX512F__) || defined(__AVX2__) || defined(__F16C__)
 #include <immintrin.h>
 #endif
 
@@ -34,7 +34,7 @@ typedef float Vec __attribute__((vector_size(4 * kLanes)));
 typedef int32_t VecI __attribute__((vector_size(4 * kLanes)));
 typedef uint32_t VecU __attribute__((vector_size(4 * kLanes)));
 typedef uint16_t VecH __attribute__((vector_size(2 * kLanes)));
-typedef double VecD __attribute__((vector_size(8 * kLanes)));
+typedef double VecD __attribute__((vector_size(4 * kLanes)));  // half as many lanes
 
 #ifdef __AVX512F__
 // The unmasked forms of some intrinsics make GCC 12 warn about its own header.
@@ -146,6 +146,27 @@ QS_INLINE void store(Half* p, Vec v, Lanes lanes) {
   store_raw(p, narrow(v, Half{}), lanes);
 }
 
+// Past the caches, to an address that is a multiple of a vector's size: what this core will not
+// read soon need not be read before it is written. stream_done() before another thread or process
+// reads.
+QS_INLINE void stream(float* p, Vec v) {
+#if defined(__AVX512F__)
+  _mm512_stream_ps(p, (__m512)v);
+#elif defined(__AVX2__)
+  _mm256_stream_ps(p, (__m256)v);
+#else
+  store(p, v, Full{});
+#endif
+}
+inline bool aligned_to_stream(const void* p) {
+  return reinterpret_cast<uintptr_t>(p) % sizeof(Vec) == 0;
+}
+QS_INLINE void stream_done() {
+#if defined(__AVX512F__) || defined(__AVX2__)
+  _mm_sfence();
+#endif
+}
+
 // One element, by the same rules.
 template <typename T>
 QS_INLINE float load_one(const T* p) {
@@ -156,6 +177,17 @@ QS_INLINE void store_one(T* p, float x) {
   store(p, splat(x), Part{1});
 }
 
+// --- f64, in halves: GCC 12 puts vectors wider than the registers into memory
+struct Doubles {
+  VecD low, high;
+};
+QS_INLINE Doubles to_double(Vec x) {
+  typedef float Half __attribute__((vector_size(2 * kLanes)));
+  Half half[2];
+  std::memcpy(half, &x, sizeof x);
+  return {__builtin_convertvector(half[0], VecD), __builtin_convertvector(half[1], VecD)};
+}
+
 // --- over the lanes of one vector, in a fixed order
 QS_INLINE float lane_sum(Vec v) {
   float lane[kLanes];
@@ -164,9 +196,10 @@ QS_INLINE float lane_sum(Vec v) {
     for (int i = 0; i < width; ++i) lane[i] += lane[i + width];
   return lane[0];
 }
-QS_INLINE double lane_sum(const VecD& v) {
+QS_INLINE double lane_sum(const Doubles& v) {
   double sum = 0;
-  for (int i = 0; i < kLanes; ++i) sum += v[i];
+  for (const VecD& half : {v.low, v.high})
+    for (int i = 0; i < kLanes / 2; ++i) sum += half[i];
   return sum;
 }
 QS_INLINE float lane_max(Vec v) {

@@ -51,6 +51,8 @@ struct FsdpOptions {
   bool reduce_every_microbatch = true;
   ActivationCheckpoint activation_checkpoint = ActivationCheckpoint::none;
   double gradient_divide_factor = 0;  // 0: the kept labels of a step
+  // The gradient shards of layers lie over their activations: [Note: Gradients over activations].
+  bool gradients_over_activations = false;
   bool forward_only = false;       // no moments and no gradients: units only give their parameters
   bool offload_optimizer = false;  // see [Note: Offload]
   int64_t offload_piece = int64_t{4} << 20;  // elements of a state that come and go at once
@@ -61,6 +63,9 @@ struct FsdpOptions {
   int full_buffers() const { return std::max(forward_depth(), backward_depth()) + 1; }
   bool offloads() const { return offload_optimizer && !forward_only; }
   bool reshards_to_group() const { return reshard_after_forward && reshard_ranks > 0; }
+  bool reduces_once(int64_t micro_batches) const {  // each gradient, in a step
+    return micro_batches == 1 || !reduce_every_microbatch;
+  }
   // A layer that stays gathered for long has a full buffer of its own.
   bool keeps_layers() const {
     return !reshard_after_forward || (!reshard_after_backward && !reshards_to_group());
@@ -120,6 +125,7 @@ class Unit {
   Tensor exp_avg(int i) const { return exp_avg_[i]; }
   Tensor exp_avg_sq(int i) const { return exp_avg_sq_[i]; }
   Tensor grad_shard(int i) const { return grad_shard_[i]; }
+  Tensor grad_shards() const { return grad_buffer_; }  // all of them, f32 flat
   Tensor compute_shard(
       int i) const;  // param_dtype copy of master; empty when they are the same memory
 

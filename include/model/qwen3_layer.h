@@ -13,6 +13,13 @@
 // computed anew. What is not kept lies in one set of buffers for all layers, in which the last
 // layer's values are still there when backward begins. The operators and their inputs are the same,
 // so gradients are too, bit for bit.
+//
+// [Note: Gradients over activations] A unit's gradient shards are written by its reduction, which
+// comes after the backward of its layers and so after the last use of their activations, and read
+// by the optimizer, before the next forward. Where a step reduces each gradient once, the two share
+// memory: activations are placed in the gradient shards first, in memory of their own when those
+// are full. (What [Note: Activation checkpointing] shares between layers lies with layer 0, whose
+// backward is the last.)
 #pragma once
 
 #include <string>
@@ -43,6 +50,19 @@ struct LayerShape {
   int64_t qkv_cols() const { return (H + 2 * K) * D; }
 };
 
+// Memory of somebody else who does not need it for now, given out from its begin on.
+class LentMemory {
+ public:
+  LentMemory() = default;
+  explicit LentMemory(const Tensor& t)
+      : at_(static_cast<char*>(t.data)), left_(t ? static_cast<int64_t>(t.bytes()) : 0) {}
+  Tensor take(DType dtype, Shape shape);  // at 64 bytes; empty when there is too little left
+
+ private:
+  char* at_ = nullptr;
+  int64_t left_ = 0;
+};
+
 // What forward leaves for backward.
 struct LayerActivations {
   Tensor x;        // [N,C] R     residual stream at the layer's input
@@ -58,9 +78,10 @@ struct LayerActivations {
   Tensor normed2;  // [N,C]
   Tensor gate_up;  // [N,2F]
   Tensor act;      // [N,F]
-  // Owns what `mode` keeps. The rest is that of `lender`, or its own as well without one.
+  // Has what `mode` keeps in `lent`, or owns it where that is full. The rest is that of `lender`,
+  // or its own as well without one.
   LayerActivations(const LayerShape& s, DType param_dtype, Device& device, const std::string& name,
-                   ActivationCheckpoint mode, const LayerActivations* lender);
+                   ActivationCheckpoint mode, const LayerActivations* lender, LentMemory& lent);
 
  private:
   std::vector<Buffer> owned_;

@@ -34,6 +34,11 @@ struct PlanRequest {
   int ranks = 1, ranks_per_node = 1;
   int64_t B = 1, T = 1;  // sequences and tokens of a rank's micro-batch
   int64_t accumulation = 1;
+
+  void set_accumulation(int64_t micro_batches) {  // and what depends on it
+    accumulation = micro_batches;
+    fsdp.gradients_over_activations = fsdp.reduces_once(micro_batches);
+  }
 };
 
 // Of one rank. All memory of a run is allocated before its first step, except for the operators'

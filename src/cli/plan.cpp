@@ -53,7 +53,7 @@ PlanRequest request_of(const Options& o, const Hardware* hardware, const World& 
   if (r.transport == "auto") r.transport = hardware && hardware->overlaps ? "nccl" : "shm";
   r.B = o.batch;
   r.T = o.seq;
-  r.accumulation = o.accumulation;
+  r.set_accumulation(o.accumulation);
   return r;
 }
 

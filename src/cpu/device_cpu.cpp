@@ -13,6 +13,14 @@ namespace {
 
 constexpr size_t kCacheLine = 64, kHugePage = size_t{2} << 20;
 
+// Huge pages for all but what would fill one in part, which would take memory that nobody uses: of
+// Qwen3-0.6B on 2 ranks, 2 of each 33 MB. Hints, which may be refused.
+void advise_huge_pages(char* data, size_t bytes) {
+  const size_t whole = bytes / kHugePage * kHugePage;
+  madvise(data, whole, MADV_HUGEPAGE);
+  if (bytes > whole) madvise(data + whole, bytes - whole, MADV_NOHUGEPAGE);
+}
+
 class CpuDevice final : public Device {
  public:
   explicit CpuDevice(int threads) : threads_(threads) {}
@@ -22,11 +30,10 @@ class CpuDevice final : public Device {
   void* allocate(size_t bytes) override {
     if (bytes == 0) return nullptr;
     const size_t alignment = bytes >= kHugePage ? kHugePage : kCacheLine;
-    const size_t rounded = (bytes + alignment - 1) / alignment * alignment;
-    if (rounded < bytes) return nullptr;
-    void* data = std::aligned_alloc(alignment, rounded);
-    if (!data) return nullptr;
-    if (alignment == kHugePage) madvise(data, rounded, MADV_HUGEPAGE);  // a hint: may be refused
+    const size_t rounded = (bytes + kCacheLine - 1) / kCacheLine * kCacheLine;
+    void* data = nullptr;
+    if (rounded < bytes || posix_memalign(&data, alignment, rounded) != 0) return nullptr;
+    if (alignment == kHugePage) advise_huge_pages(static_cast<char*>(data), rounded);
     std::memset(data, 0, rounded);
     return data;
   }

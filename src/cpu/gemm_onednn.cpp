@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "cpu/arguments.h"
+#include "cpu/few_rows.h"
 #include "cpu/ops_cpu.h"
 #include "cpu/vec.h"
 
@@ -154,6 +155,7 @@ struct Gemm::Impl {
   bool native_bf16, native_fp16;
   std::vector<std::vector<std::byte>> scratchpads;  // of each thread
   std::vector<float> a_f32, b_f32, c_f32;           // blocks of converted operands
+  std::vector<float> few_rows_scratch;
 
   // Making a kernel costs 0.2–0.45 ms, and a run uses a few dozen. The key is all that oneDNN's
   // choice depends on. The bound only matters if shapes change all the time.
@@ -198,6 +200,8 @@ void Gemm::linear(Tensor x, Tensor w, Tensor y) {
   expect("linear", "x", x, x.dtype, {N, I});
   expect("linear", "w", w, x.dtype, {O, I});
   expect_output("linear", "y", y, x.dtype, {N, O});
+  if (x.dtype == DType::f32 && I > 0 && kFewRowsOfLinear.contain(N))
+    return linear_few_rows(impl_->team, x, w, y, impl_->few_rows_scratch);
   impl_->multiply({N, O, I, plain(x), transposed(w), plain(y), false});
 }
 
@@ -209,6 +213,8 @@ void Gemm::linear_dgrad(Tensor dy, Tensor w, Tensor dx, bool accumulate) {
   expect("linear_dgrad", "dy", dy, dy.dtype, {N, O});
   expect("linear_dgrad", "w", w, dy.dtype, {O, I});
   expect_output("linear_dgrad", "dx", dx, dy.dtype, {N, I});
+  if (dy.dtype == DType::f32 && O > 0 && kFewRowsOfDgrad.contain(N))
+    return linear_dgrad_few_rows(impl_->team, dy, w, dx, accumulate, impl_->few_rows_scratch);
   impl_->multiply({N, I, O, plain(dy), plain(w), plain(dx), accumulate});
 }
 
@@ -220,6 +226,8 @@ void Gemm::linear_wgrad(Tensor dy, Tensor x, Tensor dw, bool accumulate) {
   expect("linear_wgrad", "dy", dy, dy.dtype, {N, O});
   expect("linear_wgrad", "x", x, dy.dtype, {N, I});
   expect("linear_wgrad", "dw", dw, DType::f32, {O, I});
+  if (dy.dtype == DType::f32 && kFewRowsOfWgrad.contain(N))
+    return linear_wgrad_few_rows(impl_->team, dy, x, dw, accumulate);
   impl_->multiply({O, I, N, transposed(dy), plain(x), plain(dw), accumulate});
 }
 

@@ -29,6 +29,10 @@ void Prefetch::leave_forward(int u, bool backward_follows) {
 
 void Prefetch::begin_backward(MicroBatch micro) {
   micro_ = micro;
+  QS_CHECK(!options_.gradients_over_activations ||
+               options_.reduces_once(micro.first && micro.last ? 1 : 2),
+           "gradient shards lie over activations: a step of several micro-batches that are reduced "
+           "one by one would lose them");
   const int last = static_cast<int>(units_.size()) - 1;
   for (int u = last; u >= 0 && u > last - options_.backward_depth(); --u) units_[u]->gather();
   root_.begin_grad();

@@ -63,9 +63,18 @@ LayerShape::LayerShape(const Qwen3Config& c, int64_t batch, int64_t seq)
       F(c.intermediate_size),
       eps(static_cast<float>(c.rms_norm_eps)) {}
 
+Tensor LentMemory::take(DType dtype, Shape shape) {
+  const Tensor t(at_, dtype, shape);
+  const int64_t bytes = (static_cast<int64_t>(t.bytes()) + 63) / 64 * 64;
+  if (bytes > left_) return {};
+  at_ += bytes;
+  left_ -= bytes;
+  return t;
+}
+
 LayerActivations::LayerActivations(const LayerShape& s, DType P, Device& device,
                                    const std::string& name, ActivationCheckpoint mode,
-                                   const LayerActivations* lender) {
+                                   const LayerActivations* lender, LentMemory& lent) {
   using enum ActivationCheckpoint;
   // kept_by: the most saving mode that keeps it.
   auto place = [&](Tensor LayerActivations::*field, ActivationCheckpoint kept_by, DType dtype,
@@ -74,6 +83,8 @@ LayerActivations::LayerActivations(const LayerShape& s, DType P, Device& device,
       this->*field = lender->*field;
       return;
     }
+    this->*field = lent.take(dtype, shape);
+    if (this->*field) return;
     owned_.emplace_back(device, dtype, shape, Segment::activations, name + "." + what);
     this->*field = owned_.back();
   };

@@ -34,9 +34,13 @@ Qwen3Model::Qwen3Model(const Qwen3Config& config, const FsdpOptions& fsdp, int64
   Device& device = *backend.device;
   const LayerShape& s = shape_;
   activations_.reserve(layers_.size());
-  for (const LayerWeights& layer : layers_)
-    activations_.emplace_back(s, param_dtype_, device, layer.name, checkpoint_,
-                              activations_.empty() ? nullptr : &activations_.front());
+  for (int u = 0; u + 1 < num_units(); ++u) {
+    LentMemory lent;
+    if (fsdp.gradients_over_activations) lent = LentMemory(units_[u]->grad_shards());
+    for (int l = u * layers_per_unit_; l < layers_end(u); ++l)
+      activations_.emplace_back(s, param_dtype_, device, layers_[l].name, checkpoint_,
+                                l ? &activations_.front() : nullptr, lent);
+  }
   workspace_ = std::make_unique<LayerWorkspace>(s, param_dtype_, config.rope_theta, device);
   auto allocate = [&](DType dtype, Shape shape, Segment segment, const char* what) {
     return Buffer(device, dtype, shape, segment, what);

@@ -47,15 +47,19 @@ std::string nearest_fit(PlanRequest request, const MemoryOptions& options, int64
     request.fsdp.offload_optimizer = true;
     return attempt_checkpointing();
   };
+  const int64_t samples = first.ranks * first.B * first.accumulation;
   for (; request.B >= 1; request.B /= 2) {
     if (request.B * (first.B / request.B) != first.B) break;  // the global batch stays
+    request.set_accumulation(first.accumulation * (first.B / request.B));
     if (const std::string found = attempt(); !found.empty()) return found;
   }
   if (request.fsdp.mesh != "full" && request.fsdp.mesh != "auto")
     return "";  // fits these ranks only
   request.B = 1;
-  for (request.ranks *= 2; request.ranks <= 1 << 14; request.ranks *= 2)
+  for (request.ranks *= 2; request.ranks <= 1 << 14; request.ranks *= 2) {
+    request.set_accumulation(std::max<int64_t>(1, samples / request.ranks));
     if (const std::string found = attempt(); !found.empty()) return found;
+  }
   return "";
 }
 

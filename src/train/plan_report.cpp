@@ -182,7 +182,7 @@ std::vector<Json> search_plans(const PlanRequest& request, const Hardware& hardw
   PlanRequest r = request;
   for (r.B = 1; r.B <= sequences; ++r.B) {
     if (sequences % r.B != 0) continue;
-    r.accumulation = sequences / r.B;
+    r.set_accumulation(sequences / r.B);
     for (const bool reshard : {true, false})
       for (const auto mode : {ActivationCheckpoint::none, ActivationCheckpoint::selective,
                               ActivationCheckpoint::full}) {

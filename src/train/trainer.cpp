@@ -114,14 +114,10 @@ int64_t Trainer::snapshot_bytes(const PlanRequest& request) const {
 // Sets plan_, and the activation checkpointing if it is to be chosen.
 void Trainer::plan_memory() {
   const TrainOptions& t = config_.train;
-  PlanRequest request{model_config_,
-                      config_.fsdp,
-                      config_.transport.name,
-                      world_.size(),
-                      world_.node_size(),
-                      t.micro_batch,
-                      t.seq,
-                      config_.accumulation(world_.size())};
+  PlanRequest request{model_config_, config_.fsdp,       config_.transport.name,
+                      world_.size(), world_.node_size(), t.micro_batch,
+                      t.seq};
+  request.set_accumulation(config_.accumulation(world_.size()));
   MemoryOptions options{t.memory_gb, t.activation_checkpoint == "auto"};
   Device& device = *backend_.device;
   const int64_t budget = memory_budget(world_, device, t.memory_gb);

@@ -104,6 +104,39 @@ TEST(Engine, EvaluationIsTheMeanOverKeptLabelsAndTouchesNothing) {
   EXPECT_EQ(engine->evaluate(deal(batch, run.B, Deal::split)), 0);
 }
 
+// --- memory that gradients and activations share
+
+TEST(Engine, GradientsOverActivationsAreTheSameBits) {
+  for (const char* transport : {"shm", "mpi"})
+    for (const DType dtype : {DType::f32, DType::bf16})
+      for (const auto mode : {ActivationCheckpoint::none, ActivationCheckpoint::selective,
+                              ActivationCheckpoint::full})
+        for (const bool every : {true, false}) {
+          TinyRun run;
+          run.config.num_hidden_layers = 5;
+          run.transport = transport;
+          run.fsdp.param_dtype = dtype;
+          run.fsdp.activation_checkpoint = mode;
+          run.fsdp.layers_per_unit = dtype == DType::f32 ? 1 : 2;
+          run.fsdp.reduce_every_microbatch = every;
+          if (ranks() % 2 == 0 && mode == ActivationCheckpoint::none)
+            run.fsdp.mesh = fmt::format("2x{}", ranks() / 2);
+          const int64_t micro_batches = every ? 1 : 2;
+          const auto batches = some_batches(run, 3, micro_batches * run.B * ranks());
+          const Outcome apart = train(run, batches, Deal::split);
+          run.fsdp.gradients_over_activations = true;
+          expect_same_bits(train(run, batches, Deal::split), apart);
+        }
+}
+
+TEST(Engine, GradientsOverActivationsAreRefusedWhenTheyWouldBeLost) {
+  TinyRun run;
+  run.fsdp.gradients_over_activations = true;
+  auto engine = run.engine();
+  const auto batch = some_batches(run, 1, 2 * run.B * ranks()).front();
+  EXPECT_THROW(engine->compute_gradients(deal(batch, run.B, Deal::split)), Error);
+}
+
 // --- activation checkpointing
 
 TEST(Engine, WhatBackwardComputesAnewIsTheSameBits) {

@@ -43,17 +43,34 @@ std::vector<TinyRun> runs() {
   return runs;
 }
 
+int64_t expect_plan_of(const TinyRun& run) {  // returns its total
+  const Device& device = *test_backend().device;
+  std::array<int64_t, kSegments.size()> before{};
+  for (const Segment s : kSegments) before[static_cast<size_t>(s)] = device.bytes_held(s);
+  const auto engine = run.engine();
+  const Plan plan = plan_step(request_of(run, 1));
+  for (const Segment s : kSegments)
+    EXPECT_EQ(plan[s], device.bytes_held(s) - before[static_cast<size_t>(s)])
+        << run.transport << " " << dtype_name(run.fsdp.param_dtype) << " " << segment_name(s);
+  return plan.total();
+}
+
 TEST(Plan, HoldsTheBytesOfTheRun) {
-  for (const TinyRun& run : runs()) {
-    const Device& device = *test_backend().device;
-    std::array<int64_t, kSegments.size()> before{};
-    for (const Segment s : kSegments) before[static_cast<size_t>(s)] = device.bytes_held(s);
-    const auto engine = run.engine();
-    const Plan plan = plan_step(request_of(run, 1));
-    for (const Segment s : kSegments)
-      EXPECT_EQ(plan[s], device.bytes_held(s) - before[static_cast<size_t>(s)])
-          << run.transport << " " << dtype_name(run.fsdp.param_dtype) << " " << segment_name(s);
+  for (TinyRun run : runs()) {
+    const int64_t apart = expect_plan_of(run);
+    run.fsdp.gradients_over_activations = true;
+    EXPECT_LT(expect_plan_of(run), apart);
   }
+}
+
+TEST(Plan, GradientsLieOverActivationsWhereAStepReducesThemOnce) {
+  PlanRequest request;
+  for (const bool every : {true, false})
+    for (const int64_t accumulation : {1, 2}) {
+      request.fsdp.reduce_every_microbatch = every;
+      request.set_accumulation(accumulation);
+      EXPECT_EQ(request.fsdp.gradients_over_activations, accumulation == 1 || !every);
+    }
 }
 
 TEST(Plan, MovesTheBytesOfTheRun) {

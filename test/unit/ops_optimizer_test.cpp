@@ -148,6 +148,30 @@ TEST(SumParts, InOrder) {
   }
 }
 
+// Sums so large that whole vectors are streamed: at any alignment, with a part of a vector at the
+// end.
+TEST(SumParts, LargeOnes) {
+  constexpr int64_t n = (1 << 15) + 5;
+  const auto value = [](int64_t part, int64_t i) { return static_cast<float>((i + part) % 1000); };
+  std::vector<std::vector<float>> parts(3, std::vector<float>(n));
+  std::vector<Tensor> tensors;
+  for (int64_t p = 0; p < 3; ++p) {
+    for (int64_t i = 0; i < n; ++i) parts[p][i] = value(p, i);
+    tensors.push_back(Tensor(parts[p].data(), DType::f32, {n}));
+  }
+  std::vector<float> out(n + 64);
+  for (int64_t start = 0; start < 32; ++start) {
+    std::fill(out.begin(), out.end(), -7.f);
+    test_ops().sum_parts(tensors, 0.5f, Tensor(out.data() + start, DType::f32, {n}), false);
+    for (int64_t i = 0; i < static_cast<int64_t>(out.size()); ++i) {
+      const bool inside = start <= i && i < start + n;
+      const int64_t at = i - start;
+      const float sum = value(0, at) + value(1, at) + value(2, at);
+      ASSERT_EQ(out[i], inside ? 0.5f * sum : -7.f) << start << " " << i;
+    }
+  }
+}
+
 // --- casts. All patterns and ties are in ops_vec_test.
 TEST(Cast, RoundsViewsAndBack) {
   Matrix from = Matrix::random(DType::f32, 3, 37, 1, 1, 5);

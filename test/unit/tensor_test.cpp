@@ -1,6 +1,9 @@
 #include "tensor/tensor.h"
 
+#include <unistd.h>
+
 #include <cstring>
+#include <fstream>
 #include <vector>
 
 #include "../test_main.h"
@@ -91,6 +94,25 @@ TEST(CpuDevice, AlignedZeroedAndAccounted) {
   EXPECT_EQ(device.bytes_held(Segment::moments), before);
   Buffer empty(device, DType::f32, {0, 5}, Segment::shards, "empty");
   EXPECT_EQ(empty->data, nullptr);
+}
+
+int64_t resident_bytes() {
+  std::ifstream statm("/proc/self/statm");
+  int64_t size = 0, resident = 0;
+  statm >> size >> resident;
+  return resident * sysconf(_SC_PAGESIZE);
+}
+
+TEST(CpuDevice, PartOfAHugePageTakesNoWholeOne) {
+  Device& device = *test_backend().device;
+  constexpr int64_t kHugePage = 2 << 20, kBuffers = 32;
+  const int64_t before = resident_bytes();
+  std::vector<Buffer> buffers;
+  for (int64_t i = 0; i < kBuffers; ++i)
+    buffers.emplace_back(device, DType::u8, Shape{kHugePage + 64}, Segment::workspace, "part");
+  const int64_t taken = resident_bytes() - before;
+  EXPECT_GE(taken, kBuffers * kHugePage * 9 / 10);
+  EXPECT_LE(taken, kBuffers * kHugePage * 3 / 2);
 }
 
 // Memory that was used before comes back zeroed.
