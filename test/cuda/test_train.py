@@ -1,51 +1,18 @@
 """`qshard train` on GPUs that the simulator plays (test/cudasim): the CPU's curve, the same bits in
-another run and after a stop, and checkpoints that pass between both backends. The simulator's seed
-changes from run to run: with it the order in which streams, blocks and threads run."""
-import itertools
-import json
-import os
+another run and after a stop, and checkpoints that pass between both backends."""
 import re
 import signal
 import struct
-import sys
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "cli"))
-import checkpoints as ck  # noqa: E402
-import cli  # noqa: E402
-import runs  # noqa: E402
-
-# It has the CPU backend as well.
-cli.QSHARD = Path(os.environ.get("QSHARD_CUDASIM", cli.BUILD / "cudasim")).resolve() / "qshard"
-
-RUN = dict(train__seq=8, train__global_batch=12, train__steps=6, optim__lr=0.01, optim__clip=0.5,
-           schedule__warmup_steps=2, train__save_model="true")
-SEEDS = itertools.count(1)
-
-
-def train(tmp, ranks, out, backend="cuda", extra=(), rc=0, **values):
-    values = {**RUN, "device__backend": backend, "train__out": tmp / out, **values}
-    result = runs.train(tmp, ranks, extra, timeout=240, env={"CUDASIM_SEED": next(SEEDS)}, **values)
-    cli.expect(result, rc=rc)
-    return result
-
-
-def resume(tmp, ranks, out, how="auto", extra=(), **values):
-    return train(tmp, ranks, out, extra=["--resume", how, *extra], **values)
-
-
-def weights(folder):
-    return (folder / "model.safetensors").read_bytes()
+from gpu_runs import RUN, SEEDS, resume, same_values, train, weights
+import checkpoints as ck
+import cli
+import runs
 
 
 def header(path):
     data = path.read_bytes()
     return data[:8 + struct.unpack("<Q", data[:8])[0]]
-
-
-def same_values(a, b):
-    """Of all tensors of two checkpoints, bit for bit."""
-    cli.expect(cli.qshard("ckpt", "diff", a, b))
 
 
 # --- numbers
@@ -116,70 +83,6 @@ def test_memory_is_as_planned(tmp):
         assert planned.endswith(" MB") and abs(float(off_by)) < 1, result
 
 
-def graph_lines(result):
-    """Text of what was recorded, in order, with the step."""
-    return [(line.split(" ", 1)[1].strip(), int(line.rsplit(" ", 1)[1]))
-            for line in result.out.splitlines()
-            if line.startswith("graph ") and " nodes, recorded in " in line]
-
-
-def test_steps_as_graphs_are_the_same_bits(tmp):
-    """Evaluations between them; labels, rates and the clipping change with the step. At first fp16
-    overflows: its update is recorded after the first step that has one."""
-    runs.start_files(tmp)
-    runs.tokens(tmp / "val.bin", 100)
-    cases = [(1, dict(train__param_dtype="f32", train__micro_batch=4, data__val=tmp / "val.bin",
-                      train__eval_every=2)),
-             (2, dict(checkpoint__async="true", checkpoint__every=1, train__micro_batch=2,
-                      train__activation_checkpoint="full", train__param_dtype="bf16")),
-             (4, dict(train__param_dtype="f32", fsdp__mesh="2x2",
-                      fsdp__reduce_every_microbatch="false", train__micro_batch=1)),
-             (4, dict(train__param_dtype="fp16", train__reduce_dtype="fp16", train__steps=8,
-                      grad_scaler__init_scale=2**19, fsdp__reshard_ranks=2))]
-    for number, (ranks, values) in enumerate(cases):
-        folders = [tmp / f"{name}{number}" for name in ("without", "with", "again")]
-        results = [train(tmp, ranks, out, device__graph=graph, **values)
-                   for out, graph in zip(folders, ("false", "true", "true"))]
-        assert not graph_lines(results[0]), results[0]
-        expected = json.dumps(runs.without_clock(folders[0]))  # a norm may be NaN
-        for out, result in zip(folders[1:], results[1:]):
-            lines = graph_lines(result)
-            assert len(lines) == 2 and lines[0][1] == 2, result
-            assert lines[1][1] == 2 or number == 3 and lines[1][1] > 2, result
-            assert json.dumps(runs.without_clock(out)) == expected, (number, out)
-            assert weights(out) == weights(folders[0]), number
-            steps = values.get("train__steps", 6)
-            same_values(ck.file(out, steps), ck.file(folders[0], steps))
-
-
-def test_a_run_goes_on_with_graphs_and_without(tmp):
-    runs.start_files(tmp)
-    values = dict(checkpoint__async="true", train__micro_batch=2)
-    train(tmp, 2, "straight", **values)
-    for first, then in (("false", "true"), ("true", "false"), ("true", "true")):
-        out = f"{first}-{then}"
-        train(tmp, 2, out, rc=75, train__stop_after=3, device__graph=first, **values)
-        result = resume(tmp, 2, out, device__graph=then, **values)
-        cli.expect(result, out="going on with step 4")
-        assert "differs" not in result.out, result
-        assert [step for _, step in graph_lines(result)] == [5, 5] * (then == "true"), result
-        assert ck.curve(tmp / out) == ck.curve(tmp / "straight"), out
-        assert weights(tmp / out) == weights(tmp / "straight"), out
-
-
-def test_graphs_refuse_what_they_cannot_hold(tmp):
-    runs.start_files(tmp)
-    refusals = ((dict(comm__transport="mpi-cuda"), (), "comm.transport nccl"),
-                (dict(backend="cpu"), (), "device.backend cuda"),
-                (dict(fsdp__offload="optimizer"), (), "fsdp.offload none"),
-                ({}, ["--trace", tmp / "trace.json"], "--trace"))
-    for values, extra, text in refusals:
-        result = train(tmp, 2, "out", rc=2, extra=extra, device__graph="true", **values)
-        errors = [line for line in result.err.splitlines() if "device.graph" in line]
-        assert len(errors) == 1 and text in errors[0], result
-        assert not (tmp / "out").exists(), result
-
-
 def test_saves_behind_training_while_mpi_moves_gpu_memory(tmp):
     """The thread that writes calls MPI and waits for the GPU, but moves no step along."""
     runs.start_files(tmp)
@@ -191,36 +94,6 @@ def test_saves_behind_training_while_mpi_moves_gpu_memory(tmp):
                                "train__out": tmp / out})
         cli.expect(result, out="GPU memory straight to")
     same_values(ck.file(tmp / "again", 6), ck.file(tmp / "straight", 6))
-
-
-def test_offloaded_states_are_the_same_bits(tmp):
-    """Curve, checkpoints and model, saved behind training or not; a stopped run goes on with or
-    without. 21 runs with as many orders of streams."""
-    runs.start_files(tmp)
-    for ranks, values in ((1, dict(train__micro_batch=4, train__param_dtype="f32")),
-                          (2, dict(train__param_dtype="bf16")),
-                          (4, dict(train__param_dtype="fp16", comm__transport="mpi-cuda"))):
-        train(tmp, ranks, f"device{ranks}", **values)
-        expected = tmp / f"device{ranks}"
-        for use_async in "false", "true":
-            out = f"host-{use_async}{ranks}"
-            here = dict(fsdp__offload="optimizer", checkpoint__async=use_async,
-                        checkpoint__every=2, **values)
-            result = train(tmp, ranks, out, **here)
-            words = result.out[result.out.rindex("  host moments"):].splitlines()[0].split()
-            assert words[-2:] == ["+0.00", "%"] and float(words[2]) > 0, result
-            assert ("  host shards" in result.out) == (ranks > 1), result
-            assert ck.curve(tmp / out) == ck.curve(expected), out
-            assert weights(tmp / out) == weights(expected), out
-            same_values(ck.file(tmp / out, 6), ck.file(expected, 6))
-            ck.verify(ck.file(tmp / out, 4))
-        for name, extra in (("on", {}), ("off", dict(fsdp__offload="none"))):
-            stopped = f"stopped-{name}{ranks}"
-            train(tmp, ranks, stopped, rc=75, train__stop_after=3, **here)
-            result = resume(tmp, ranks, stopped, **{**here, **extra})
-            assert "differs" not in result.out and "going on with step 4" in result.out, result
-            assert ck.curve(tmp / stopped) == ck.curve(expected), stopped
-            same_values(ck.file(tmp / stopped, 6), ck.file(expected, 6))
 
 
 # --- what is written
