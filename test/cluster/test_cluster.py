@@ -117,7 +117,7 @@ def expect_uninterrupted(tmp, steps, **values):
     runs_alone = tmp / "alone"
     set_steps(tmp, steps)
     command = options(tmp, **{**values, "train__out": runs_alone, "checkpoint__at_end": "false"})
-    cli.expect(cli.qshard("train", *command, ranks=4, timeout=240))
+    cli.expect(cli.qshard("train", *command, ranks=4, timeout=2 * LONG))
     assert ck.curve(tmp / "out") == ck.curve(runs_alone), "not the curve of an uninterrupted run"
 
 
