@@ -1,5 +1,6 @@
 """`qshard train` on GPUs that the simulator plays (test/cudasim): the CPU's curve, the same bits in
 another run and after a stop, and checkpoints that pass between both backends."""
+import os
 import re
 import signal
 import struct
