@@ -99,6 +99,7 @@ class CudaDevice final : public Device {
   // Devices that this process may use; 0 without a GPU, an error that says so without a driver.
   static int count();
 
+  int numa_node() const override;     // of the PCI device
   std::string name() const override;  // "NVIDIA H100 80GB HBM3 (sm_90, 79.1 GiB, PCI 0000:1B:00.0)"
   void* allocate(size_t bytes) override;
   void release(void* data, size_t bytes) noexcept override;
@@ -131,7 +132,6 @@ class CudaDevice final : public Device {
   int ordinal() const { return ordinal_; }
   int processors() const { return properties_.multiProcessorCount; }
   const std::string& pci_bus_id() const { return pci_bus_id_; }
-  int numa_node() const;  // of the PCI device; -1 where the system does not tell
 
  private:
   class Graph;

@@ -32,6 +32,7 @@ table { border-collapse: collapse; font-size: 13px; font-variant-numeric: tabula
 td, th { padding: 0.2rem 0.6rem; border-bottom: 1px solid var(--line); text-align: right; }
 td:first-child, th:first-child, .origin td { text-align: left; }
 .origin td { overflow-wrap: anywhere; }
+.origin td:first-child { white-space: nowrap; }
 """
 
 

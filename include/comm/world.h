@@ -58,7 +58,7 @@ class World {
   int machine_size() const { return machine_size_; }
   // CPUs that they may use together: the union of their affinity masks.
   int cpus() const { return cpus_; }
-  int own_cpus() const { return own_cpus_; }  // that this rank may use
+  const std::vector<int>& own_cpus() const { return own_cpus_; }  // that this rank may use
   int job_cpus() const { return job_cpus_; }  // that Slurm gave to the job on this node; 0: unknown
   int threads_per_rank() const { return std::max(1, cpus_ / machine_size_); }
   // A rank that is waited for may need the core of the rank that waits.
@@ -89,7 +89,8 @@ class World {
   MPI_Comm comm_ = MPI_COMM_NULL, node_comm_ = MPI_COMM_NULL, machine_comm_ = MPI_COMM_NULL;
   int rank_ = 0, size_ = 1, node_rank_ = 0, node_size_ = 1, nodes_ = 1;
   int machine_rank_ = 0, machine_size_ = 1, cpus_ = 1;
-  int own_cpus_ = 1, job_cpus_ = 0;
+  int job_cpus_ = 0;
+  std::vector<int> own_cpus_;
   std::string host_;
 };
 

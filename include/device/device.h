@@ -51,6 +51,7 @@ class Recording {
 class Device {
  public:
   virtual ~Device() = default;
+  virtual int numa_node() const { return -1; }  // that a GPU is at; -1: not known, or no GPU
   virtual std::string name() const = 0;  // for the start log, e.g. "cpu (AVX-512, avx512_bf16)"
   virtual void* allocate(size_t bytes) = 0;
   virtual void release(void* data, size_t bytes) noexcept = 0;

@@ -128,7 +128,9 @@ void World::find_machine() {
   QS_MPI(MPI_Comm_rank(machine_comm_, &machine_rank_));
   QS_MPI(MPI_Comm_size(machine_comm_, &machine_size_));
   std::vector<uint8_t> mask = affinity_mask();
-  own_cpus_ = CPU_COUNT_S(kMaskBytes, reinterpret_cast<cpu_set_t*>(mask.data()));
+  for (size_t cpu = 0; cpu < kMaxCpus; ++cpu)
+    if (CPU_ISSET_S(cpu, kMaskBytes, reinterpret_cast<cpu_set_t*>(mask.data())))
+      own_cpus_.push_back(static_cast<int>(cpu));
   QS_MPI(MPI_Allreduce(MPI_IN_PLACE, mask.data(), static_cast<int>(mask.size()), MPI_UINT8_T,
                        MPI_BOR, machine_comm_));
   cpus_ = CPU_COUNT_S(kMaskBytes, reinterpret_cast<cpu_set_t*>(mask.data()));

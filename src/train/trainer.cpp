@@ -38,14 +38,25 @@ void read_sample(const TokenFile& file, int64_t first, int64_t T, int64_t vocab,
   file.read(first + 1, T, vocab, labels);
 }
 
-// The first node's warning and how many others have one: on a cluster they are mostly alike.
-void print_placement(const std::vector<std::string>& warnings) {
+// The first warning and how many others have one: on a cluster they are mostly alike.
+void print_placement(const std::vector<std::string>& warnings, const char* who) {
   const auto warned = [](const std::string& text) { return !text.empty(); };
   const auto first = std::find_if(warnings.begin(), warnings.end(), warned);
   if (first == warnings.end()) return;
   const auto others = std::count_if(first + 1, warnings.end(), warned);
   say("warning     {}{}", *first,
-      others ? fmt::format(" (and so on {} more node(s))", others) : "");
+      others ? fmt::format(" (and so on {} more {}(s))", others, who) : "");
+}
+
+std::string describe_rank(const World& world, Device& device) {
+  std::string gpu;
+  if (!device.is_host()) {
+    gpu = device.name();
+    if (device.numa_node() >= 0) gpu += fmt::format(" at NUMA node {}", device.numa_node());
+    gpu += ' ';
+  }
+  return fmt::format("{} cpus {} threads {} {}on {}", world.rank(), world.cpus(),
+                     world.threads_per_rank(), gpu, world.host());
 }
 
 }  // namespace
@@ -346,12 +357,14 @@ void Trainer::prepare_outputs(const nlohmann::json& settings) {
 }
 
 void Trainer::print_start(const std::string& table) {
-  const auto ranks =
-      world_.gather(fmt::format("{} cpus {} threads {} on {}", world_.rank(), world_.cpus(),
-                                world_.threads_per_rank(), world_.host()));
+  const auto ranks = world_.gather(describe_rank(world_, *backend_.device));
   const std::string warning = placement_warning(find_placement(world_));
   const auto warnings = world_.gather(
       world_.node_rank() == 0 && !warning.empty() ? world_.host() + ": " + warning : "");
+  const std::string far =
+      numa_warning(world_.own_cpus(), find_numa_nodes(), backend_.device->numa_node());
+  const auto far_ranks = world_.gather(
+      far.empty() ? "" : fmt::format("rank {} on {}: {}", world_.rank(), world_.host(), far));
   if (world_.rank() != 0) return;
   const TrainOptions& t = config_.train;
   say("settings    * = not the default; all of them in run.json, what they mean: qshard train "
@@ -371,12 +384,13 @@ void Trainer::print_start(const std::string& table) {
   say("ranks       {} on {} node(s), {}, {} thread(s) a rank, {}", world_.size(), world_.nodes(),
       backend_.device->name(), world_.threads_per_rank(),
       fmt::format("{}, {}", world_.mpi_version(), hdf5_version()));
-  print_placement(warnings);
+  print_placement(warnings, "node");
+  print_placement(far_ranks, "rank");
   say("memory      activation checkpointing: {}\n{}",
       activation_checkpoint_name(config_.fsdp.activation_checkpoint),
       memory_table(plan_, world_.node_size()));
   for (const std::string& rank : ranks)
-    if (world_.nodes() > 1) say("rank        {}", rank);
+    if (world_.nodes() > 1 || !backend_.device->is_host()) say("rank        {}", rank);
   say("output      {}", t.out);
 }
 

@@ -28,7 +28,10 @@ def test_f32_follows_the_cpu(tmp):
     assert max(norm for _, norm, _ in expected.values()) > 0.5, "nothing was clipped"
     for ranks in (1, 2, 4):
         out = tmp / f"cuda{ranks}"
-        cli.expect(train(tmp, ranks, out, **values), out="transport   nccl (NCCL ")
+        result = train(tmp, ranks, out, **values)
+        cli.expect(result, out="transport   nccl (NCCL ")
+        gpus = re.findall(r"^rank +(\d+) cpus \d+ threads \d+ .*PCI (\S+)\) on \S+$", result.out, re.M)
+        assert len(set(gpus)) == ranks and gpus[-1][0] == str(ranks - 1), result
         ck.same_curve(ck.curve(out), expected, 1e-5)
         for ours, theirs in zip(runs.metrics(out)[1], runs.metrics(tmp / "cpu")[1], strict=True):
             assert runs.close(ours["val_loss"], theirs["val_loss"]), (ours, theirs)

@@ -2,6 +2,9 @@
 
 #include <gtest/gtest.h>
 
+#include <filesystem>
+#include <fstream>
+
 namespace qshard {
 namespace {
 
@@ -49,6 +52,44 @@ TEST(Placement, CpusOfANodeOfTheJob) {
   EXPECT_EQ(job_cpus_of_node("36(x2),20", 3), 0);
   EXPECT_EQ(job_cpus_of_node("", 0), 0);
   EXPECT_EQ(job_cpus_of_node("nonsense", 0), 0);
+}
+
+// --- NUMA nodes
+const std::map<int, std::vector<int>> kTwoNodes = {{0, {0, 1, 2, 3}}, {1, {4, 5, 6, 7}}};
+
+TEST(Numa, SilentWhereAllIsWell) {
+  EXPECT_EQ(numa_warning({0, 1}, kTwoNodes, -1), "");
+  EXPECT_EQ(numa_warning({4, 5, 6, 7}, kTwoNodes, 1), "");
+  EXPECT_EQ(numa_warning({0, 1, 2, 3, 4, 5, 6, 7}, kTwoNodes, -1), "") << "not bound";
+  EXPECT_EQ(numa_warning({0, 1, 2, 3, 4, 5, 6, 7}, kTwoNodes, 1), "") << "not bound";
+  EXPECT_EQ(numa_warning({0, 1, 2, 3, 4, 5}, kTwoNodes, -1), "") << "more than a node has";
+  EXPECT_EQ(numa_warning({0}, {}, 1), "") << "Linux does not tell";
+}
+
+TEST(Numa, CpusFarFromTheGpu) {
+  const std::string text = numa_warning({0, 1}, kTwoNodes, 1);
+  for (const char* part : {"GPU is at NUMA node 1", "CPUs are at 0", "--gpu-bind=closest"})
+    EXPECT_NE(text.find(part), std::string::npos) << text;
+}
+
+TEST(Numa, CpusOfTwoNodesThoughOneIsEnough) {
+  const std::string text = numa_warning({3, 4}, kTwoNodes, -1);
+  for (const char* part : {"2 CPUs are at the NUMA nodes 0,1", "one has 4", "slot:PE=2"})
+    EXPECT_NE(text.find(part), std::string::npos) << text;
+}
+
+TEST(Numa, ReadFromTheSystem) {
+  EXPECT_EQ(parse_cpu_list("0-2,8,10-11"), (std::vector<int>{0, 1, 2, 8, 10, 11}));
+  EXPECT_EQ(parse_cpu_list("none"), std::vector<int>());
+  const std::filesystem::path folder = std::filesystem::path(testing::TempDir()) / "numa";
+  for (const auto& [node, list] : {std::pair{"node0", "0-3"}, std::pair{"node1", "4-7"}}) {
+    std::filesystem::create_directories(folder / node);
+    std::ofstream(folder / node / "cpulist") << list << '\n';
+  }
+  std::ofstream(folder / "online") << "0-1\n";
+  EXPECT_EQ(find_numa_nodes(folder), kTwoNodes);
+  std::filesystem::remove_all(folder);
+  EXPECT_TRUE(find_numa_nodes(folder).empty());
 }
 
 }  // namespace
