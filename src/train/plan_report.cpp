@@ -93,6 +93,11 @@ Json time_of(const PlanRequest& r, const Plan& plan, const Hardware& h, double t
   return time;
 }
 
+std::string words_of(std::string name) {  // "exposed_gathers" is "exposed gathers"
+  std::replace(name.begin(), name.end(), '_', ' ');
+  return name;
+}
+
 std::string bytes_text(const Json& value) { return human_bytes(value.get<double>()); }
 
 std::string milliseconds(const Json& value) {
@@ -140,19 +145,14 @@ std::string plan_text(const Json& report) {
       s["layers_per_unit"].get<int>());
   for (const auto& [segment, bytes] : m.items()) {
     if (segment == "node_total") continue;
-    std::string words = segment;
-    std::replace(words.begin(), words.end(), '_', ' ');
-    text += fmt::format("  {:<14}{:>10}{:>12}\n", words, bytes_text(bytes),
+    text += fmt::format("  {:<14}{:>10}{:>12}\n", words_of(segment), bytes_text(bytes),
                         human_bytes(bytes.get<double>() * s["ranks_per_node"].get<double>()));
   }
   if (report.contains("fits") && !report["fits"].get<bool>())
     text += "  more than this hardware has: see --search, or --ranks\n";
   text += "\ntraffic of a rank and step, as a ring sends it\n";
-  for (const auto& [name, bytes] : t.items()) {
-    std::string words = name;
-    std::replace(words.begin(), words.end(), '_', ' ');
-    text += fmt::format("  {:<24}{:>12}\n", words, bytes_text(bytes));
-  }
+  for (const auto& [name, bytes] : t.items())
+    text += fmt::format("  {:<24}{:>12}\n", words_of(name), bytes_text(bytes));
   text += fmt::format("\narithmetic of a rank and step\n  {:<24}{:>9}FLOP\n  {:<24}{:>9}FLOP\n",
                       "model", number_text(report["flops"]["model"].get<double>()), "executed",
                       number_text(report["flops"]["executed"].get<double>()));
@@ -162,9 +162,7 @@ std::string plan_text(const Json& report) {
   for (const char* name :
        {"compute", "exposed_gathers", "exposed_reductions", "exposed_offload", "other", "step"}) {
     if (name == std::string("exposed_offload") && s["offload"] == "none") continue;
-    std::string words = name;
-    std::replace(words.begin(), words.end(), '_', ' ');
-    text += fmt::format("  {:<24}{:>12}\n", words, milliseconds(time[name]));
+    text += fmt::format("  {:<24}{:>12}\n", words_of(name), milliseconds(time[name]));
   }
   text += fmt::format("  {:<24}{:>12} (communication under compute)\n", "hidden",
                       milliseconds(time["hidden_communication"]));

@@ -156,6 +156,7 @@ def test_refusals(tmp):
     refused("gemm", "--param-dtype", "fp16", texts=["fp16"])
     refused("collectives", "--transport", "nccl", texts=["nccl"], ranks=2)
     refused("step", "--repeats", 0, texts=["--repeats"])
+    refused("step", "--graph", texts=["device.graph", "shm", "comm.transport nccl"], ranks=2)
     refused("gem", texts=["subcommand"])
 
 

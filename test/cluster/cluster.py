@@ -92,11 +92,10 @@ class Cluster:
             self.start_daemons()
             if "pmix" not in self.on("n1", "sh", "-c", "srun --mpi=list 2>&1"):
                 raise NotRun("this Slurm has no plug-in for PMIx (srun --mpi=list)")
-        except (AssertionError, OSError, subprocess.SubprocessError) as error:
+        except BaseException as error:
             self.__exit__()
-            raise NotRun(f"no two nodes come up on this machine: {error}") from error
-        except BaseException:
-            self.__exit__()
+            if isinstance(error, (AssertionError, OSError, subprocess.SubprocessError)):
+                raise NotRun(f"no two nodes come up on this machine: {error}") from error
             raise
         return self
 

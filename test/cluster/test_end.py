@@ -78,6 +78,18 @@ def test_says_why_it_cannot_run(tmp):
         "unshare: Operation not permitted\n", result
 
 
+def test_says_that_no_cluster_comes_up(tmp):
+    munged = tmp / "munged"
+    munged.write_text("#!/bin/sh\nexit 3\n")
+    munged.chmod(0o755)
+    result = cli.run(sys.executable, PROGRAM, "test_no_progress",
+                     env={"TMPDIR": tmp, "PATH": f"{tmp}:{os.environ['PATH']}"})
+    cli.expect(result, rc=77)
+    assert result.out.startswith("not run: the tests on a Slurm cluster: no two nodes come up"), result
+    assert "munged" in result.out and "exit status 3" in result.out, result
+    assert os.listdir(tmp) == ["munged"], "files are left"
+
+
 if __name__ == "__main__":
     os.environ["PATH"] += cluster.SBIN
     if missing := cluster.what_is_missing():
