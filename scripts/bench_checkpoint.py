@@ -2,11 +2,17 @@
 """Speed of checkpoints: scripts/bench_checkpoint.py [--build DIR] [--dir DIR] [--python PYTHON]
 
 In one sitting, for the same bytes on the same disk (--dir): `dd conv=fsync` of one file; saves by
-`qshard train` with independent and with collective transfers; what a save costs the training loop in
-the foreground and in the background; loads; and, if --python names an interpreter with PyTorch,
+`qshard train` with independent and with collective transfers; loads; what a save costs the training
+loop in the foreground and in the background; and, if --python names an interpreter with PyTorch,
 torch.distributed.checkpoint of the same shapes from as many processes. Prints median and range of
---repeat measurements each, in GB/s = 1e9 bytes of tensors a second. Loads read what has just been
-written, so from the page cache; saves end with fsync on all sides.
+--repeat measurements each, in GB/s = 1e9 bytes of tensors a second. The first load of a file may
+read the disk, later ones read the page cache; saves end with fsync on all sides.
+
+The cost of a save (loop, free) is the wall time of the steps after it, up to half of the interval
+between saves, less that of as many steps of the other half, in which nothing is written any more: a
+save that takes longer is an error here. The row without saves says what that is by chance. In loop
+all cores compute, so a save in the background takes from the ranks what time it takes; in free one
+rank with one thread leaves it the other cores.
 """
 import argparse
 import json
@@ -21,7 +27,8 @@ from array import array
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-EVERY = 12  # steps between saves: enough for one in the background to end
+PARTS = ("speed", "loop", "free")
+FEW, SOME, MANY = 3, 8, 40  # steps between saves; one in the background ends within half of MANY
 
 
 def shapes(config):
@@ -100,36 +107,56 @@ class Bench:
             path.unlink()
         return seconds
 
-    def train(self, out, steps, *extra):
+    def train(self, out, steps, *extra, ranks=None, env={}):
         """Runs it; [(time of arrival, line)] of its output."""
-        command = [ROOT / "scripts" / "mpirun.sh", "-n", self.args.ranks,
+        ranks = ranks or self.args.ranks
+        command = [ROOT / "scripts" / "mpirun.sh", "-n", ranks,
                    self.args.build / "qshard", "train", "--model.config", self.args.model,
                    "--data.train", self.folder / "tokens.bin", "--data.format", "raw-u32",
-                   "--train.seq", 64, "--train.global_batch", self.args.ranks, "--train.steps",
+                   "--train.seq", 64, "--train.global_batch", ranks, "--train.steps",
                    steps, "--train.out", out, "--train.log_every", 1, "--train.save_model",
                    "false", "--train.peak_gflops", 1, "--checkpoint.at_end", "false", *extra]
-        process = subprocess.Popen([str(c) for c in command], stdout=subprocess.PIPE, text=True)
+        process = subprocess.Popen([str(c) for c in command], stdout=subprocess.PIPE, text=True,
+                                   env={**os.environ, **env})
         lines = [(time.monotonic(), line) for line in process.stdout]
         if process.wait() != 0:
             sys.exit(f"failed: {' '.join(str(c) for c in command)}")
         return lines
 
-    def saves(self, *extra):
+    def costs(self, lines, every):
+        """Seconds that the first half of each interval, but the first, takes longer than the other,
+        and those of the other."""
+        at = {int(m[1]): t for t, line in lines if (m := re.match(r"step +(\d+)/", line))}
+        firsts, seconds = ([at[s + every // 2 * (part + 1)] - at[s + every // 2 * part]
+                            for s in range(2 * every, max(at) - every + 1, every)]
+                           for part in (0, 1))
+        return [a - b for a, b in zip(firsts, seconds)], seconds
+
+    def saves(self, *extra, every, **how):
         """Seconds of the saves, and what each cost the loop; the first is left out."""
         out = self.folder / "out"
-        steps = EVERY * (self.args.repeat + 2)
-        lines = self.train(out, steps, "--checkpoint.every", EVERY, *extra)
+        steps = every * (self.args.repeat + 2)
+        lines = self.train(out, steps, "--checkpoint.every", every, *extra, **how)
         took = [json.loads(line)["checkpoint_ms"] / 1e3
                 for line in (out / "metrics.jsonl").read_text().splitlines() if
                 "checkpoint_ms" in line]
-        at = {int(m[1]): t for t, line in lines if (m := re.match(r"step +(\d+)/", line))}
-        gaps = {step: at[step] - at[step - 1] for step in at if step - 1 in at}
-        # The second half of an interval has no save in it, in the background or not.
-        usual = statistics.median(gap for step, gap in gaps.items() if step > EVERY
-                                  and (step - 1) % EVERY >= EVERY // 2)
-        cost = [sum(gaps[s] for s in range(first, first + EVERY)) - EVERY * usual
-                for first in range(2 * EVERY + 1, steps - EVERY + 2, EVERY)]
-        return took[1:], cost, out, steps
+        costs, halves = self.costs(lines, every)
+        if every == MANY and max(took) > min(halves):
+            sys.exit(f"a save took {max(took):.2f} s, half of an interval {min(halves):.2f} s: "
+                     "what it costs cannot be told here")
+        return took[1:], costs, out, steps
+
+    def without_saves(self, **how):
+        out = self.folder / "out"
+        lines = self.train(out, MANY * (self.args.repeat + 2), **how)
+        shutil.rmtree(out)
+        return self.costs(lines, MANY)[0]
+
+    def show_cost(self, name, seconds, save):
+        low, median, high = min(seconds), statistics.median(seconds), max(seconds)
+        print(f"{name:<44} {1e3 * median:>5.0f} ms  ({1e3 * low:.0f} – {1e3 * high:.0f}), "
+              f"{100 * median / save:.0f} % of a save in the foreground  n={len(seconds)}",
+              flush=True)
 
     def loads(self, out, steps):
         """From the last checkpoint of a run; each makes one step more."""
@@ -151,32 +178,49 @@ class Bench:
             sys.exit(result.stderr)
         return json.loads(result.stdout.splitlines()[-1])
 
+    def speed(self):
+        self.row("dd conv=fsync", self.dd())
+        took, _, out, steps = self.saves(every=FEW)
+        save = self.row("save, independent transfers", took)
+        loaded = self.row("load and verify", self.loads(out, steps))
+        shutil.rmtree(out)
+        took, _, out, _ = self.saves("--checkpoint.collective", "true", every=FEW)
+        self.row("save, collective transfers", took)
+        shutil.rmtree(out)
+        dd = self.row("dd conv=fsync, again", self.dd())
+        print(f"rate of a save: {dd / save:.2f} of dd's")
+        if self.args.python:
+            theirs = self.torch()
+            their_save = self.row("torch.distributed.checkpoint save", theirs["save"])
+            their_load = self.row("torch.distributed.checkpoint load", theirs["load"])
+            print(f"rate of a save: {their_save / save:.2f} x torch's, "
+                  f"of a load: {their_load / loaded:.2f} x")
+
+    def loop(self):
+        self.show_costs(f"{self.args.ranks} ranks", {})
+
+    def free(self):
+        self.show_costs("1 rank, 1 thread", {"ranks": 1, "env": {"OMP_THREAD_LIMIT": "1"}})
+
+    def show_costs(self, name, how):
+        took, costs, out, _ = self.saves(every=SOME, **how)
+        save = self.row(f"save, {name}", took)
+        self.show_cost("  cost to the training loop", costs, save)
+        shutil.rmtree(out)
+        took, costs, out, _ = self.saves("--checkpoint.async", "true", every=MANY, **how)
+        self.row(f"save in the background, {name}", took)
+        self.show_cost("  cost to the training loop", costs, save)
+        shutil.rmtree(out)
+        self.show_cost("  the same without saves", self.without_saves(**how), save)
+
     def run(self):
         load = os.getloadavg()[0]
         print(f"{self.bytes / 1e6:.0f} MB of f32 tensors, {self.args.ranks} ranks, "
               f"{os.cpu_count()} CPUs (load {load:.1f}), {self.folder}\n"
               f"median (slowest – fastest)")
-        dd = self.row("dd conv=fsync", self.dd())
-        took, cost, out, steps = self.saves()
-        save = self.row("save, independent transfers", took)
-        shown = self.row("  cost to the training loop", cost)
-        loaded = self.row("load and verify", self.loads(out, steps))
-        shutil.rmtree(out)
-        took, _, out, _ = self.saves("--checkpoint.collective", "true")
-        self.row("save, collective transfers", took)
-        shutil.rmtree(out)
-        took, cost, out, _ = self.saves("--checkpoint.async", "true")
-        self.row("save in the background", took)
-        hidden = statistics.median(cost)
-        print(f"  cost to the training loop: {hidden:.3f} s ({min(cost):.3f} – {max(cost):.3f}), "
-              f"{100 * hidden / shown:.0f} % of a save in the foreground")
-        self.row("dd conv=fsync, again", self.dd())
-        print(f"save / dd: {dd / save:.2f}")
-        if self.args.python:
-            theirs = self.torch()
-            their_save = self.row("torch.distributed.checkpoint save", theirs["save"])
-            their_load = self.row("torch.distributed.checkpoint load", theirs["load"])
-            print(f"save / torch: {their_save / save:.2f}   load / torch: {their_load / loaded:.2f}")
+        parts = PARTS if self.args.part == "all" else (self.args.part,)
+        for part in parts:
+            getattr(self, part)()
 
 
 def main():
@@ -185,6 +229,7 @@ def main():
     parser.add_argument("--build", type=Path, default=ROOT / "build")
     parser.add_argument("--dir", type=Path, default=ROOT / "runs", help="on the disk in question")
     parser.add_argument("--model", type=Path, default=ROOT / "data" / "configs" / "small30m.json")
+    parser.add_argument("--part", choices=("all", *PARTS), default="all")
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--python", help="an interpreter with PyTorch, for the comparison")

@@ -27,7 +27,8 @@ std::string_view segment_name(Segment segment);
 
 // [Note: Queues]  A GPU works off three queues beside one another: operators, and copies from and
 // to memory of host(). Each keeps its own order; points order them across. The host enqueues and
-// does not wait. Where the device's memory is the host's, everything is done when a call returns.
+// does not wait. Where the device's memory is the host's, everything is done when a call returns
+// but download_start().
 enum class Queue : uint8_t { operators, uploads, downloads };
 
 // A place in a queue, of Device::make_point(); must not outlive its Device.
@@ -70,7 +71,8 @@ class Device {
   virtual bool in_host_memory(const void* /*data*/) { return is_host(); }
   // Starts a copy of memory of this device or of host() to memory of host(). It reads what all
   // operators so far write, and runs beside the later ones: those that change `from` come after a
-  // download_wait(), or after order(Queue::downloads, Queue::operators).
+  // download_wait(), or after order(Queue::downloads, Queue::operators). Where the device's memory
+  // is the host's, the copies are made by the threads that make these calls, together.
   virtual void download_start(void* to, const void* from, size_t bytes) { copy(to, from, bytes); }
   virtual void download_wait() {}  // for all that were started; on any thread
 

@@ -14,11 +14,12 @@
 // parameters also has `loss_scale`, a number as text, and `growth_tracker` ([Note: Loss scaling]);
 // they are optional.
 //
-// [Note: Saving] structure under a temporary name, while the other ranks already work out checksums
-// → rows, which the disk takes in while more are written → close → checksums → fsync → all ranks
-// agree → rename → fsync of the folder → only then older ones, and what killed saves have left, are
-// deleted. A file under its own name is complete; a failed save leaves the older ones alone and
-// removes its temporary file. The space of deleted files is freed behind training.
+// [Note: Saving] structure under a temporary name, while all ranks but rank 0, whose turn is while
+// the disk is busy, work out checksums → rows, which the disk takes in while more are written →
+// close → checksums → fsync → all ranks agree → rename → fsync of the folder → only then older
+// ones, and what killed saves have left, are deleted. A file under its own name is complete; a
+// failed save leaves the older ones alone and removes its temporary file. The space of deleted
+// files is freed behind training.
 #pragma once
 
 #include <functional>

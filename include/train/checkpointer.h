@@ -32,9 +32,9 @@ class Checkpointer {
   ~Checkpointer();
 
   // Collective. Waits for an earlier save in the background. With async it returns once the copy to
-  // host memory is made or, from a GPU, started: that runs beside the next step up to its update
-  // (Engine::update comes after it). Weights or moments that are not finite are refused (see
-  // save_checkpoint): they never replace good ones.
+  // host memory is started, which is made beside the next step up to its update (Engine::update
+  // comes after it). Weights or moments that are not finite are refused (see save_checkpoint): they
+  // never replace good ones.
   void save(const CheckpointState& state);
   // Waits for a save in the background; its failure is an AgreedError. Collective.
   void finish();
@@ -45,6 +45,7 @@ class Checkpointer {
   int64_t last_step() const { return last_step_; }  // of the last save begun; -1: none
 
  private:
+  void make_room();
   std::vector<CheckpointTensor> start_snapshot();
 
   CheckpointOptions options_;

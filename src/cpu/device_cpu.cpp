@@ -1,8 +1,12 @@
 #include <omp.h>
 #include <sys/mman.h>
 
+#include <algorithm>
+#include <condition_variable>
 #include <cstdlib>
 #include <cstring>
+#include <mutex>
+#include <vector>
 
 #include "cpu/backend_cpu.h"
 #include "cpu/ops_cpu.h"
@@ -46,10 +50,48 @@ class CpuDevice final : public Device {
   void zero(void* data, size_t bytes) override {
     if (bytes) std::memset(data, 0, bytes);
   }
+  void download_start(void* to, const void* from, size_t bytes) override;
+  void download_wait() override;
+  void order(Queue first, Queue then) override {
+    if (first == Queue::downloads && then == Queue::operators) download_wait();
+  }
 
  private:
+  struct Copy {
+    std::byte* to;
+    const std::byte* from;
+    size_t bytes;
+  };
   int threads_;
+  std::mutex mutex_;
+  std::condition_variable copied_;
+  std::vector<Copy> copies_;  // that nobody has begun
+  int begun_ = 0;             // that are being made
 };
+
+// Made by those who wait for them, together: the thread of a save beside the operators, if a core
+// is free, and what is then left, the one that wants to change the source.
+void CpuDevice::download_start(void* to, const void* from, size_t bytes) {
+  const std::lock_guard lock(mutex_);
+  for (size_t at = 0; at < bytes; at += kHugePage)
+    copies_.push_back({static_cast<std::byte*>(to) + at, static_cast<const std::byte*>(from) + at,
+                       std::min(kHugePage, bytes - at)});
+}
+
+void CpuDevice::download_wait() {
+  std::unique_lock lock(mutex_);
+  while (!copies_.empty()) {
+    const Copy next = copies_.back();
+    copies_.pop_back();
+    ++begun_;
+    lock.unlock();
+    copy(next.to, next.from, next.bytes);
+    lock.lock();
+    --begun_;
+  }
+  copied_.notify_all();
+  copied_.wait(lock, [this] { return copies_.empty() && begun_ == 0; });
+}
 
 std::string CpuDevice::name() const {
 #if defined(__AVX512BF16__)

@@ -31,7 +31,7 @@ const std::string kGroups[] = {"/model/", "/optim/exp_avg/", "/optim/exp_avg_sq/
 constexpr const char* kHeaderChecksum = "xxh3_header";
 constexpr const char *kLossScale = "loss_scale", *kGrowthTracker = "growth_tracker";
 constexpr int64_t kReadBytes = 64 << 20;  // of one read: enough for the full rate of a disk
-constexpr int64_t kWriteBytes = 8 << 20;  // of one independent write
+constexpr int64_t kWriteBytes = 2 << 20;  // of one independent write
 
 std::string file_name(int64_t step) { return fmt::format("step-{:08}.h5", step); }
 
@@ -270,9 +270,14 @@ void write_collectively(const World& world, Hdf5File& file, const SaveOptions& o
   }
 }
 
-// In pieces that keep the disk busy from the first one on.
+// In pieces that keep the disk busy from the first one on. Large tensors first: small ones cost
+// more calls than bytes, which are made while the disk takes in the large ones. fn is called before
+// this rank waits for the disk.
 void write_own_rows(Hdf5File& file, const SaveOptions& options,
-                    const std::vector<CheckpointTensor>& tensors, Staging& staging) {
+                    std::vector<CheckpointTensor> tensors, Staging& staging,
+                    const std::function<void()>& fn) {
+  std::stable_sort(tensors.begin(), tensors.end(),
+                   [](const auto& a, const auto& b) { return a.shape.numel() > b.shape.numel(); });
   WriteBehind disk(file.path());
   for (const CheckpointTensor& t : tensors)
     for_each_piece(t, std::min(options.piece_bytes, kWriteBytes),
@@ -280,6 +285,7 @@ void write_own_rows(Hdf5File& file, const SaveOptions& options,
                      file.write(t.dataset, first, staging.read(rows));
                      disk.wrote(rows.bytes());
                    });
+  fn();
   disk.finish();
 }
 
@@ -293,9 +299,10 @@ void in_turns(const World& world, const std::function<void()>& fn) {
   }
 }
 
+// fn: see write_own_rows(); not called where transfers are collective.
 void write_all_rows(const World& world, const std::string& path,
                     const std::vector<CheckpointTensor>& tensors, const SaveOptions& options,
-                    Staging& staging) {
+                    Staging& staging, const std::function<void()>& fn) {
   collectively(world, [&] {
     const std::string reason = reason_not_writable(path);
     if (!reason.empty()) fail("cannot write {}: {}", path, reason);
@@ -303,7 +310,7 @@ void write_all_rows(const World& world, const std::string& path,
   Hdf5File file = Hdf5File::open_parallel(path, world.comm(), options.hints, options.collective);
   for (const CheckpointTensor& t : tensors) file.keep_open(t.dataset);
   Attempts attempt;
-  const auto write = [&] { attempt([&] { write_own_rows(file, options, tensors, staging); }); };
+  const auto write = [&] { attempt([&] { write_own_rows(file, options, tensors, staging, fn); }); };
   // A file system lets one process write to a file at a time: behind training, the others are not
   // to spend the cores on waiting for it.
   if (options.collective)
@@ -435,16 +442,20 @@ SaveReport save_checkpoint(const World& world, const std::string& folder,
     report.bytes += t.shape.numel() * int64_t{sizeof(float)};
   try {
     std::vector<uint64_t> own;
+    const auto work_out_checksums = [&] {
+      if (own.empty()) own = checksums(tensors, options.piece_bytes, staging);
+    };
     collectively(world, [&] {
       if (world.rank() == 0) {
         fs::create_directories(folder);
         create_structure(world, temporary, state, tensors, options.alignment);
         reserve_space(temporary);
       }
-      own = checksums(tensors, options.piece_bytes, staging);
+      // The others wait for rank 0 here, and rank 0 for the disk later.
+      if (world.rank() > 0 || options.collective) work_out_checksums();
     });
+    write_all_rows(world, temporary, tensors, options, staging, work_out_checksums);
     const std::vector<int64_t> sums = wrapping_sum(world, own);
-    write_all_rows(world, temporary, tensors, options, staging);
     collectively(world, [&] { flush_to_disk(temporary); });
     collectively(world, [&] {
       if (world.rank() != 0) return;

@@ -33,26 +33,29 @@ Checkpointer::Checkpointer(const CheckpointOptions& options, const std::string& 
           "use --checkpoint.async false",
           mesh_.world().mpi_version());
   });
-  if (options_.async) background_world_ = mesh.shards().duplicate();
+  if (!options_.async) return;
+  background_world_ = mesh.shards().duplicate();
+  if (mesh_.replica() == 0) make_room();
 }
 
 Checkpointer::~Checkpointer() {
   if (thread_.joinable()) thread_.join();
 }
 
+// Before the first step: to get memory takes longer than to fill it.
+void Checkpointer::make_room() {
+  int64_t n = 0;
+  for (const CheckpointTensor& t : checkpoint_tensors(model_, false)) n += t.rows.numel();
+  snapshot_ = Buffer(backend_.device->host(), DType::f32, {n}, Segment::workspace, "snapshot");
+}
+
 // All tensors in host memory, complete after download_wait() of the device.
 std::vector<CheckpointTensor> Checkpointer::start_snapshot() {
-  Device& device = *backend_.device;
   std::vector<CheckpointTensor> tensors = checkpoint_tensors(model_, false);
-  if (!snapshot_.tensor()) {
-    int64_t n = 0;
-    for (const CheckpointTensor& t : tensors) n += t.rows.numel();
-    snapshot_ = Buffer(device.host(), DType::f32, {n}, Segment::workspace, "snapshot");
-  }
   int64_t at = 0;
   for (CheckpointTensor& t : tensors) {
     const Tensor copy = snapshot_->row_range(at, at + t.rows.numel());
-    device.download_start(copy.data, t.rows.data, t.rows.bytes());
+    backend_.device->download_start(copy.data, t.rows.data, t.rows.bytes());
     at += t.rows.numel();
     t.rows = copy;
   }

@@ -343,6 +343,39 @@ std::vector<float> moments_of(Engine& engine) {
   return all;
 }
 
+// A save in the background copies weights and moments while the next step is computed; here nobody
+// has begun to when the update comes.
+TEST(Engine, AnUpdateComesAfterTheCopiesOfASave) {
+  TinyRun run;
+  const auto batches = some_batches(run, 1, run.B * ranks());
+  auto engine = run.engine();
+  Device& device = *test_backend().device;
+  std::vector<Tensor> states;
+  std::vector<Buffer> copies;
+  for (int u = 0; u < engine->model().num_units(); ++u)
+    for (const Tensor& state :
+         {engine->model().unit(u).master(0), engine->model().unit(u).exp_avg(0)})
+      states.push_back(state);
+  const auto values = [](const Tensor& t) {
+    return std::vector<float>(t.as<float>(), t.as<float>() + t.numel());
+  };
+  std::vector<std::vector<float>> before;
+  const StepResult result = engine->compute_gradients(deal(batches[0], run.B, Deal::split));
+  for (const Tensor& state : states) {
+    before.push_back(values(state));
+    copies.emplace_back(device, DType::f32, state.shape, Segment::workspace, "copy");
+    device.download_start(copies.back()->data, state.data, state.bytes());
+  }
+  engine->update(result, run.lr);
+  device.download_wait();
+  for (size_t i = 0; i < states.size(); ++i) {
+    EXPECT_EQ(values(copies[i]), before[i]) << i;
+    if (states[i].numel() > 0) {
+      EXPECT_NE(values(states[i]), before[i]) << i;
+    }
+  }
+}
+
 class LossScaleOn : public testing::TestWithParam<const char*> {};
 INSTANTIATE_TEST_SUITE_P(Transports, LossScaleOn, testing::Values("shm", "mpi"));
 

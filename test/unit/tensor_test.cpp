@@ -2,8 +2,11 @@
 
 #include <unistd.h>
 
+#include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <fstream>
+#include <thread>
 #include <vector>
 
 #include "../test_main.h"
@@ -184,6 +187,29 @@ TEST(CpuBackend, CanBeReplaced) {
   EXPECT_GT(backend.device->bytes_held(Segment::workspace), 0);
   backend = make_cpu_backend(2);
   EXPECT_EQ(backend.device->bytes_held(Segment::workspace), 0);
+}
+
+// Copies for a save in the background: of several threads that wait for them, each makes some, and
+// none goes on before the last is made.
+TEST(CpuBackend, DownloadsAreMadeWhenTheyAreWaitedFor) {
+  const Backend backend = make_cpu_backend(1);
+  Device& device = *backend.device;
+  device.download_wait();  // nothing was started
+  constexpr int64_t n = (8 << 20) / sizeof(float) + 3;
+  const Buffer from(device, DType::f32, {n}, Segment::workspace, "from");
+  const Buffer to(device, DType::f32, {n}, Segment::workspace, "to");
+  for (int round = 1; round < 100; ++round) {
+    std::fill_n(from->as<float>(), n, static_cast<float>(round));
+    device.download_start(to->data, from->data, from->bytes());
+    device.download_start(to->data, from->data, 0);
+    std::atomic<bool> running = false;
+    std::thread saver([&] { running = true, device.download_wait(); });
+    while (!running) std::this_thread::yield();
+    device.order(Queue::downloads, Queue::operators);
+    std::fill_n(from->as<float>(), n, -1.0f);
+    EXPECT_EQ(std::count(to->as<float>(), to->as<float>() + n, static_cast<float>(round)), n);
+    saver.join();
+  }
 }
 
 TEST(CpuBackend, NamesItself) {
