@@ -18,7 +18,7 @@ trap 'rm -rf "$build"' EXIT
 
 for source in cuda/*.cu; do
   name=$(basename "$source" .cu)
-  "$nvcc" -std=c++20 -O3 -I. -cubin -arch="sm_$arch" -Xptxas -v -o "$build/$name.cubin" "$source" \
+  "$nvcc" -std=c++20 -O3 -I. -Iinclude -cubin -arch="sm_$arch" -Xptxas -v -o "$build/$name.cubin" "$source" \
     2>"$build/$name.log" || { cat "$build/$name.log" >&2; exit 1; }
   "$cuobjdump" -sass "$build/$name.cubin" >"$build/$name.sass"
 done
