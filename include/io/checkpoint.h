@@ -35,6 +35,11 @@
 
 namespace qshard {
 
+// Of the datasets: a group and a parameter's name.
+inline constexpr const char *kModelGroup = "/model/", *kExpAvgGroup = "/optim/exp_avg/",
+                            *kExpAvgSqGroup = "/optim/exp_avg_sq/";
+inline constexpr std::string_view kCheckpointGroups[] = {kModelGroup, kExpAvgGroup, kExpAvgSqGroup};
+
 // What this rank holds of one tensor: rows [first_row, first_row + n) of dimension 0, f32, in the
 // host's memory or that of the device whose Staging goes with them.
 struct CheckpointTensor {

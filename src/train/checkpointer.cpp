@@ -11,10 +11,10 @@ std::vector<CheckpointTensor> checkpoint_tensors(Qwen3Model& model, bool model_o
     for (int i = 0; i < unit.size(); ++i) {
       const ParamSpec& spec = unit.layout().params()[i];
       const int64_t first = unit.rows(i).begin;
-      tensors.push_back({"/model/" + spec.name, spec.shape, first, unit.master(i)});
+      tensors.push_back({kModelGroup + spec.name, spec.shape, first, unit.master(i)});
       if (model_only) continue;
-      tensors.push_back({"/optim/exp_avg/" + spec.name, spec.shape, first, unit.exp_avg(i)});
-      tensors.push_back({"/optim/exp_avg_sq/" + spec.name, spec.shape, first, unit.exp_avg_sq(i)});
+      tensors.push_back({kExpAvgGroup + spec.name, spec.shape, first, unit.exp_avg(i)});
+      tensors.push_back({kExpAvgSqGroup + spec.name, spec.shape, first, unit.exp_avg_sq(i)});
     }
   }
   return tensors;

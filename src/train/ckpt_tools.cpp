@@ -15,8 +15,6 @@ namespace {
 
 namespace fs = std::filesystem;
 
-constexpr const char* kGroups[] = {"/model/", "/optim/exp_avg/", "/optim/exp_avg_sq/"};
-
 // All datasets that the file's own config asks for, and no others.
 CheckResult check_structure(const std::string& path) {
   const Qwen3Config config =
@@ -25,8 +23,8 @@ CheckResult check_structure(const std::string& path) {
   CheckResult result;
   std::set<std::string> wanted;
   for (const ParamSpec& p : all_params(config)) {
-    for (const char* group : kGroups) {
-      const std::string name = group + p.name;
+    for (const std::string_view group : kCheckpointGroups) {
+      const std::string name = std::string(group) + p.name;
       require_tensor(file, name, p.shape);
       wanted.insert(name);
       result.bytes += p.shape.numel() * int64_t{sizeof(float)};

@@ -117,7 +117,7 @@ HfExportReport write_folder(const std::string& checkpoint, const std::string& fo
     SafetensorsWriter to(staged / name, shards[s]);
     for (const SafetensorsEntry& entry : shards[s]) {
       values.resize(static_cast<size_t>(entry.shape.numel()));
-      from.read("/model/" + entry.name, 0, std::span<float>(values));
+      from.read(kModelGroup + entry.name, 0, std::span<float>(values));
       to.append(Tensor::of(values.data(), entry.shape));
       weight_map[entry.name] = name;
       report.bytes += bytes_of(entry);
@@ -153,9 +153,9 @@ ImportedRows read_rows(const World& world, const HfWeights& weights, const UnitL
     if (!std::all_of(values.begin(), values.end(), [](float v) { return std::isfinite(v); }))
       fail("{}: {} has values that are not finite", weights.folder(), p.name);
     const Tensor zeros = Tensor::of(own.zeros.data(), {n});
-    own.tensors.push_back({"/model/" + p.name, p.shape, first, Tensor::of(values.data(), {n})});
-    own.tensors.push_back({"/optim/exp_avg/" + p.name, p.shape, first, zeros});
-    own.tensors.push_back({"/optim/exp_avg_sq/" + p.name, p.shape, first, zeros});
+    own.tensors.push_back({kModelGroup + p.name, p.shape, first, Tensor::of(values.data(), {n})});
+    own.tensors.push_back({kExpAvgGroup + p.name, p.shape, first, zeros});
+    own.tensors.push_back({kExpAvgSqGroup + p.name, p.shape, first, zeros});
   }
   return own;
 }
