@@ -62,5 +62,21 @@ def test_no_profiler_no_ranges_same_numbers(tmp):
     assert runs.without_clock(tmp / "without") == runs.without_clock(tmp / "with")
 
 
+def test_graphs_are_named_while_they_are_recorded(tmp):
+    counts, curves = {}, []
+    for graph in ("false", "true"):
+        for steps in (2, 4):
+            folder = tmp / f"{graph}{steps}"
+            folder.mkdir()
+            train(folder, 1, {"CUDASIM_NVTX": folder / "nvtx"}, train__steps=steps,
+                  device__graph=graph, train__out=folder / "out")
+            names, = ranges(folder)
+            counts[graph, steps] = names.count("linear layers.1, 6 o_proj")
+        curves.append(runs.without_clock(folder / "out"))
+    assert counts["false", 2] == 2 and counts["false", 4] == 4, counts
+    assert 1 <= counts["true", 2] == counts["true", 4] < 4, counts
+    assert curves[0] == curves[1]
+
+
 if __name__ == "__main__":
     cli.main()
