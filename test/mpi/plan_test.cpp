@@ -2,6 +2,7 @@
 #include "train/plan.h"
 
 #include "tiny_model.h"
+#include "train/memory_fit.h"
 
 namespace qshard {
 namespace {
@@ -146,6 +147,55 @@ TEST(Plan, NeedsNoMemoryForWhatItPlans) {
   const double model =
       request.config.train_flops_per_token(request.T) * static_cast<double>(request.B * request.T);
   EXPECT_NEAR(flops, model, 1e-3 * model);
+}
+
+// Before anything of the run is allocated; with what to do about it.
+TEST(Plan, OffloadedStatesHaveToFitIntoTheHost) {
+  PlanRequest request;
+  request.config = tiny_config();
+  request.transport = "nccl";
+  request.ranks = request.ranks_per_node = 2;
+  request.fsdp.offload_optimizer = true;
+  const Plan plan = plan_step(request);
+  ASSERT_GT(plan.host_total(), 0);
+  MemoryOptions options;
+  options.host_budget = plan.host_total();
+  EXPECT_EQ(fit_memory(request, options, plan.total()).host_total(), plan.host_total());
+
+  const auto error = [](PlanRequest r, const MemoryOptions& o, int64_t budget) -> std::string {
+    try {
+      fit_memory(r, o, budget);
+    } catch (const Error& e) {
+      EXPECT_EQ(e.code, kExitUsage);
+      return e.what();
+    }
+    return "";
+  };
+  options.host_budget -= 1;
+  const std::string text = error(request, options, plan.total());
+  for (const char* part :
+       {"fsdp.offload optimizer needs ", "Use more ranks, or --fsdp.offload none", "host moments"})
+    EXPECT_NE(text.find(part), std::string::npos) << part << " in " << text;
+  EXPECT_EQ(text.find("checkpoint.async"), std::string::npos);
+
+  options.host_budget = plan.host_total() + 999;
+  options.host_others = 1000;  // copies of saves behind training
+  EXPECT_NE(error(request, options, plan.total()).find("or --checkpoint.async false"),
+            std::string::npos);
+
+  // What is proposed to a run that does not fit into its GPU has to fit into the host.
+  request.fsdp.offload_optimizer = false;
+  request.fsdp.activation_checkpoint = ActivationCheckpoint::full;
+  PlanRequest offloaded = request;
+  offloaded.fsdp.offload_optimizer = true;
+  const int64_t budget = plan_step(offloaded).total();
+  ASSERT_LT(budget, plan_step(request).total());
+  const std::string proposal = "fits: --fsdp.offload optimizer (";
+  for (const bool room : {true, false}) {
+    options = {};
+    options.host_budget = plan_step(offloaded).host_total() - (room ? 0 : 1);
+    EXPECT_EQ(error(request, options, budget).find(proposal) != std::string::npos, room);
+  }
 }
 
 }  // namespace
