@@ -32,5 +32,16 @@ def test_offloaded_states_are_the_same_bits(tmp):
             same_values(ck.file(tmp / out, 6), ck.file(tmp / plain, 6))
 
 
+def test_a_hugging_face_folder_starts_an_offloaded_run(tmp):
+    runs.start_files(tmp)
+    train(tmp, 1, "first", train__steps=2)
+    for offload in ("none", "optimizer"):
+        train(tmp, 2, offload, extra=["--init", f"hf:{tmp / 'first'}"], train__steps=3,
+              train__param_dtype="bf16", fsdp__offload=offload)
+    assert ck.curve(tmp / "optimizer") == ck.curve(tmp / "none")
+    assert ck.curve(tmp / "none") != ck.curve(tmp / "first")
+    assert weights(tmp / "optimizer") == weights(tmp / "none")
+
+
 if __name__ == "__main__":
     cli.main()
