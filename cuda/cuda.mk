@@ -25,7 +25,8 @@ sources     += $(CUDA_SRC) $(CUDA_KERNELS)
 # No fmt and no MPI in .cu files, so they need none of the host's flags.
 CUDA_CODE  := $(foreach a,$(CUDA_ARCHS),-gencode arch=compute_$(a),code=sm_$(a)) \
               -gencode arch=compute_$(lastword $(CUDA_ARCHS)),code=compute_$(lastword $(CUDA_ARCHS))
-NVCC_FLAGS := -std=c++20 -O3 -lineinfo -I. -Iinclude $(CUDA_CODE) -Xcompiler -Wall,-Wextra \
+KERNEL_FLAGS := -std=c++20 -O3 -I. -Iinclude
+NVCC_FLAGS := $(KERNEL_FLAGS) -lineinfo $(CUDA_CODE) -Xcompiler -Wall,-Wextra \
               $(if $(WERROR),-Werror all-warnings) $(NVCCFLAGS)
 
 # A change of the flags builds anew, as `commands` of the Makefile does for host code.
@@ -45,7 +46,7 @@ $(if $(filter found,$(shell echo $(call macro,nccl.h,found))),,$(error nccl.h no
 endif
 
 kernel-report:  ## registers, spills and instructions of the kernels, into cuda/registers.md
-	@NVCC='$(NVCC)' scripts/kernel_report.sh
+	+@NVCC='$(NVCC)' scripts/kernel_report.sh
 
 # For any CPU of the last ten years, since it runs on other machines: a build of its own.
 BUNDLE_ARCH ?= x86-64-v3

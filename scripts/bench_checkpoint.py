@@ -229,7 +229,8 @@ def main():
     parser.add_argument("--build", type=Path, default=ROOT / "build")
     parser.add_argument("--dir", type=Path, default=ROOT / "runs", help="on the disk in question")
     parser.add_argument("--model", type=Path, default=ROOT / "data" / "configs" / "small30m.json")
-    parser.add_argument("--part", choices=("all", *PARTS), default="all")
+    parser.add_argument("--part", choices=("all", *PARTS), default="all",
+                        help="speed: saves and loads; loop, free: what a save costs (default all)")
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--python", help="an interpreter with PyTorch, for the comparison")

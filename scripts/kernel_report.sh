@@ -13,12 +13,13 @@ if ! command -v "$cuobjdump" >/dev/null; then
   echo "kernel_report: no $cuobjdump: set CUOBJDUMP" >&2
   exit 1
 fi
+read -ra flags < <(make -s CUDA=1 print-KERNEL_FLAGS)
 build=$(mktemp -d)
 trap 'rm -rf "$build"' EXIT
 
 for source in cuda/*.cu; do
   name=$(basename "$source" .cu)
-  "$nvcc" -std=c++20 -O3 -I. -Iinclude -cubin -arch="sm_$arch" -Xptxas -v -o "$build/$name.cubin" "$source" \
+  "$nvcc" "${flags[@]}" -cubin -arch="sm_$arch" -Xptxas -v -o "$build/$name.cubin" "$source" \
     2>"$build/$name.log" || { cat "$build/$name.log" >&2; exit 1; }
   "$cuobjdump" -sass "$build/$name.cubin" >"$build/$name.sass"
 done

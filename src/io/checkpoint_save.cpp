@@ -132,11 +132,11 @@ void write_collectively(const World& world, Hdf5File& file, const SaveOptions& o
 }
 
 // In pieces that keep the disk busy from the first one on. Large tensors first: small ones cost
-// more calls than bytes, which are made while the disk takes in the large ones. fn is called before
-// this rank waits for the disk.
+// more calls than bytes, which are made while the disk takes in the large ones. meanwhile() is
+// called before this rank waits for the disk.
 void write_own_rows(Hdf5File& file, const SaveOptions& options,
                     std::vector<CheckpointTensor> tensors, Staging& staging,
-                    const std::function<void()>& fn) {
+                    const std::function<void()>& meanwhile) {
   std::stable_sort(tensors.begin(), tensors.end(),
                    [](const auto& a, const auto& b) { return a.shape.numel() > b.shape.numel(); });
   WriteBehind disk(file.path());
@@ -146,7 +146,7 @@ void write_own_rows(Hdf5File& file, const SaveOptions& options,
                      file.write(t.dataset, first, staging.read(rows));
                      disk.wrote(rows.bytes());
                    });
-  fn();
+  meanwhile();
   disk.finish();
 }
 
@@ -160,10 +160,10 @@ void in_turns(const World& world, const std::function<void()>& fn) {
   }
 }
 
-// fn: see write_own_rows(); not called where transfers are collective.
+// meanwhile: see write_own_rows(); not called where transfers are collective.
 void write_all_rows(const World& world, const std::string& path,
                     const std::vector<CheckpointTensor>& tensors, const SaveOptions& options,
-                    Staging& staging, const std::function<void()>& fn) {
+                    Staging& staging, const std::function<void()>& meanwhile) {
   collectively(world, [&] {
     const std::string reason = reason_not_writable(path);
     if (!reason.empty()) fail("cannot write {}: {}", path, reason);
@@ -171,7 +171,9 @@ void write_all_rows(const World& world, const std::string& path,
   Hdf5File file = Hdf5File::open_parallel(path, world.comm(), options.hints, options.collective);
   for (const CheckpointTensor& t : tensors) file.keep_open(t.dataset);
   Attempts attempt;
-  const auto write = [&] { attempt([&] { write_own_rows(file, options, tensors, staging, fn); }); };
+  const auto write = [&] {
+    attempt([&] { write_own_rows(file, options, tensors, staging, meanwhile); });
+  };
   // A file system lets one process write to a file at a time: behind training, the others are not
   // to spend the cores on waiting for it.
   if (options.collective)
